@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="memory of one rank, e.g. 141GB; default: this machine's")
     parser.add_argument("--ranks", type=int, default=1, help="ranks over which the experts are divided")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide embedding, o_proj and LM head")
+    parser.add_argument("--dcp-size", type=int, default=1, help="ranks that hold the cache of a request together")
     parser.add_argument("--json", metavar="PATH", help="write the figures here too; '-': to standard output")
 
 
@@ -35,12 +36,14 @@ def run_info(args: argparse.Namespace) -> None:
     check_outputs(args.json)
     if args.ranks < 1:
         raise ValueError(f"--ranks must be at least 1, not {args.ranks}")
+    if args.dcp_size < 1 or args.ranks % args.dcp_size:
+        raise ValueError(f"--dcp-size {args.dcp_size} must divide --ranks {args.ranks}")
     config = model_config(args.model, json_object(args.hf_overrides, "--hf-overrides"))
     if args.ranks > config.n_routed_experts:
         raise ValueError(f"--ranks {args.ranks} is more than the {config.n_routed_experts} routed experts")
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else available_bytes()
     memory = parse_bytes(args.memory, "--memory") if args.memory else memory
-    counted = figures(config, args.ranks, args.tp_size, memory)
+    counted = figures(config, args.ranks, args.tp_size, memory, args.dcp_size)
     if args.json:
         write_json(args.json, counted)
     modules = f"{counted['mtp_modules']} MTP module(s), with their copies of embedding and head, if they hold any"
@@ -49,6 +52,7 @@ def run_info(args: argparse.Namespace) -> None:
         f"{args.model}: {config.model_type}, {config.num_hidden_layers} layers, {counted['parameters']:,} parameters, "
         f"{counted['active_parameters']:,} active per token{mtp}\n"
         f"on each of {args.ranks} rank(s) with {format_bytes(memory)}, activations not counted:\n"
+        + (f"cached tokens are those of {args.dcp_size} ranks together\n" if args.dcp_size > 1 else "")
     )
     table = []
     for name, size, per_token, fit, in_fp8 in (row.values() for row in counted["per_format"]):
@@ -62,12 +66,17 @@ def run_info(args: argparse.Namespace) -> None:
         each = f"{format_bytes(module['weights'])} of weights and {module['cache_per_token']:,} B a cached token more"
         print(f"each MTP module that drafts (speculative_config) takes {each}, {table[0][0]}")
     print("int8, int4-experts: what dsa-engine convert --quantize makes of it")
+    for name, exchanges in counted["decode_exchanges"].items():
+        total = format_bytes(sum(exchanges.values()))
+        parts = ", ".join(f"{what} {size:,.0f} B" for what, size in exchanges.items())
+        print(f"a rank sends for a row in decode, in a layer {name}: {total} ({parts})")
 
 
-def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int) -> dict[str, Any]:
+def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int, dcp_size: int = 1) -> dict[str, Any]:
     """Parameters and bytes of the rank with the most experts, as ``dsa-engine plan`` counts them too."""
     import torch
 
+    from dsa_engine.measure.costs.context_exchanges import decode_exchanges
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
     from dsa_engine.model.layout import parameter_counts
     from dsa_engine.model.rank_weights import WeightBytes
@@ -88,10 +97,17 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int) -> dict[
     for name, quantization, dtype in forms:
         size = round(WeightBytes.of_rank(config, quantization, dtype, ranks, tp_size).total(config, drafts=False))
         per_token = cache_bytes_per_token(config, cache_format(config, dtype))
-        free = max(0, memory - size)
+        free = max(0, memory - size) * dcp_size
         row = {"weights": name, "weight_bytes": size, "cache_bytes_per_token": per_token}
         row |= {"tokens_that_fit": free // per_token, "tokens_that_fit_in_fp8_caches": free // fp8 if fp8 else None}
         rows.append(row)
+    cached_as, kinds = cache_format(config, bfloat16), sorted({*config.indexer_types[: config.num_hidden_layers]})
+    exchanges = {
+        "with an indexer" if kind == "full" else "without an indexer": {
+            one.name: one.sent for one in decode_exchanges(config, cached_as, 1, dcp_size, indexer=kind == "full")
+        }
+        for kind in kinds * (dcp_size > 1)
+    }
     module = None  # what one adds
     if counts.mtp:
         with_one = WeightBytes.of_rank(config, stored, bfloat16, ranks, tp_size).total(config, drafts=True)
@@ -109,6 +125,8 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int) -> dict[
         "bytes_of_an_mtp_module": module,
         "ranks": ranks,
         "tp_size": tp_size,
+        "dcp_size": dcp_size,
+        "decode_exchanges": exchanges,
         "memory_bytes": memory,
         "per_format": rows,
     }

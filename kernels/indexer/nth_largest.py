@@ -19,6 +19,9 @@ from dsa_engine.kernels.runtime.operation import operation
 # Keys of a row that its program holds in registers: 32 for each of 512 threads, those of 8 ranks with 2,048 each.
 _HELD = 16_384
 _LARGEST = tl.constexpr(2**63 - 1)
+# Rows of a group of ranks whose candidates may go to all of them, which then find all thresholds: 115 KB more for a row
+# and 8 ranks take less time than a further exchange.
+FEW_ROWS = 40
 
 
 def nth_largest_reference(keys: torch.Tensor, k: int) -> torch.Tensor:

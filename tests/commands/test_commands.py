@@ -230,6 +230,16 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     row = by_format["bfloat16"]
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
+    assert info["dcp_size"] == 1 and info["decode_exchanges"] == {}
+    main(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--dcp-size", "2", "--json", str(report)])
+    text, together = capsys.readouterr().out, json.loads(report.read_text())
+    fits = {one["weights"]: one["tokens_that_fit"] for one in together["per_format"]}
+    assert fits["bfloat16"] == 2 * (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
+    assert "of 2 ranks together" in text and "a rank sends for a row in decode, in a layer with an indexer" in text
+    assert together["decode_exchanges"]["with an indexer"]["cache rows"] == (80 + 32) * 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["info", "demo-random", "--ranks", "2", "--dcp-size", "4"])
+    assert "--dcp-size 4 must divide --ranks 2" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["info", "demo-random", "--ranks", "25"])
     assert "error: --ranks 25 is more than the 24 routed experts" in capsys.readouterr().err

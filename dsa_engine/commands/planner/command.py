@@ -9,6 +9,7 @@ from dsa_engine.commands.arguments import json_object
 from dsa_engine.commands.planner.demand import ACCEPTANCE, CACHES, DRAFTS, WEIGHTS, Demand
 from dsa_engine.commands.planner.devices import DEVICES, device_named
 from dsa_engine.config.released import RELEASED_CONFIGS
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.measure.report import format_table, write_json
 from dsa_engine.system.output_files import check_outputs
 from dsa_engine.system.sizes import format_bytes
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner
 
 # Settings that an option fixes, by their names in a Deployment.
-FIXED = ("cp_size", "tp_size", "chunk", "drafts", "weights", "cache")
+FIXED = ("cp_size", "dcp_size", "tp_size", "chunk", "drafts", "weights", "cache")
 NOT_KNOWN = (
     "Modelled: no such run was measured. A range goes from the fastest kernels that are known to ours, as measured on\n"
     "one H100. The host was measured without a model, on a CPU (scripts/measure_host.py). Not counted: queueing,\n"
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--acceptance", metavar="RATES", help="acceptance of drafts by position, such as 0.85,0.7")
     for option, about in (
         ("--cp-size", "ranks that prefill a prompt together"),
+        ("--dcp-size", "ranks of them that hold its cache together; default: 1, or the fewest with which it fits"),
         ("--tp-size", "ranks that divide embedding, o_proj and LM head"),
         ("--chunk", "tokens of a rank in a prefill step (--max-num-batched-tokens of the engine)"),
     ):
@@ -120,8 +122,15 @@ def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple
         ("drafts", str(how.drafts)),
         ("tp_size", str(how.tp_size)),
         ("cp_size", str(prefill.how.cp_size)),
+        ("dcp_size", str(how.dcp_size)),
         ("max_num_batched_tokens", f"{prefill.how.chunk:,}"),
     ]
+    if how.dcp_size > 1:
+        placed, rows_of_rank = planner.placed(how), cdiv(decode.requests, how.ranks) * (1 + how.drafts)
+        sent = sum(one.sent for one in placed.decode_exchanges(rows_of_rank)[planner.config.has_indexer])
+        held = planner.demand.longest * placed.token_bytes / how.dcp_size
+        rows.append(("a request's cache on a rank", format_bytes(held)))
+        rows.append(("sent by a rank in a layer's attention in decode", format_bytes(sent)))
     for phase, one in (("prefill", prefill), ("decode", decode)):
         longest = sorted(one.stages, key=lambda name: -one.stages[name])[:2]
         total = sum(one.stages.values())

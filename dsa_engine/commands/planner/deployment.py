@@ -13,6 +13,7 @@ from dsa_engine.config.quantization import QuantizationConfig
 from dsa_engine.config.released import released_fp8
 from dsa_engine.engine.startup.choice import cache_room
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.measure.costs.context_exchanges import Exchange, decode_exchanges, prefill_exchanges, row_bytes
 from dsa_engine.measure.costs.model_costs import ModelCosts
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
@@ -36,6 +37,7 @@ class Deployment:
     weights: str = "fp8"  # one of ``WEIGHTS``
     cache: str = "bfloat16"  # one of ``CACHES``
     drafts: int = 0  # in a decode step
+    dcp_size: int = 1  # ranks of those that prefill a prompt together that hold its cache together
 
 
 class Placed:
@@ -71,6 +73,46 @@ class Placed:
         meeting = rows * (self.how.ranks if KINDS[dispatch].static_decode else min(self.how.ranks, 2))
         usable = EngineOptions.gpu_memory_utilization * self.device.memory_gb * 1e9
         return cache_room(usable, self.weight_bytes, self.config, rows, meeting, torch.bfloat16)
+
+    def cached(self, tokens: int, requests: int) -> float:
+        """Bytes on a rank for ``requests`` requests of all ranks, of so many tokens each."""
+        each = cdiv(requests, self.how.ranks // self.how.dcp_size)  # requests of the ranks that hold them together
+        return each * tokens * self.token_bytes / self.how.dcp_size
+
+    def prefilled(self, tokens: int) -> float:
+        """Bytes on a rank for a prompt that is prefilled: its pages, and rows of two layers that come from other
+        ranks."""
+        buffers = 2 * tokens * row_bytes(self.cache, indexer=self.config.has_indexer) * (self.how.dcp_size > 1)
+        return tokens * self.token_bytes / self.how.dcp_size + buffers
+
+    def decode_exchanges(self, rows: float) -> dict[bool, list[Exchange]]:
+        """Collectives of a decode layer's attention with ``rows`` rows of each rank, with an indexer and without."""
+        given = self.config, self.cache, rows, self.how.dcp_size
+        return {indexer: decode_exchanges(*given, indexer=indexer) for indexer in (True, False)}
+
+    def context_parallel(self, rows: float) -> float:
+        """Seconds of the collectives of attention in all layers of a decode step."""
+        c = self.config
+        seconds = {
+            indexer: sum(one.seconds(self.links, self.device.node_size) for one in exchanges)
+            for indexer, exchanges in self.decode_exchanges(rows).items()
+        }
+        full = c.indexer_types[: c.num_hidden_layers].count("full")
+        drafted = self.how.drafts * seconds[c.has_indexer]
+        return full * seconds[True] + (c.num_hidden_layers - full) * seconds[False] + drafted
+
+    def gather_of_contexts(self, tokens: int, chunk: int) -> float:
+        """Seconds in which the rows of earlier chunks come from other ranks in a prefill, in all layers; 0 where a rank
+        holds all pages."""
+        c, how = self.config, self.how
+        kinds = c.indexer_types[: c.num_hidden_layers]
+        exchanges = [
+            one
+            for start in range(chunk * how.cp_size, tokens, chunk * how.cp_size)
+            for kind in kinds
+            for one in prefill_exchanges(self.cache, 0, start, 1, how.dcp_size, indexer=kind == "full")
+        ]
+        return sum(one.seconds(self.links, self.device.node_size) for one in exchanges)
 
     def dispatch(self, rows: int) -> DispatchMethod:
         """The dispatch of a prefill step that ``moe_dispatch="auto"`` takes."""

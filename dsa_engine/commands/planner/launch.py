@@ -36,6 +36,7 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         "max-num-seqs": decode.requests,
         "max-num-batched-tokens": prefill.how.chunk,
         "cp-size": prefill.how.cp_size,
+        "dcp-size": decode.how.dcp_size if decode.how.dcp_size > 1 else None,
         "tp-size": decode.how.tp_size,
         "moe-dispatch": prefill.dispatch,
         "decode-dispatch": decode.dispatch,

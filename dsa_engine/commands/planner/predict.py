@@ -30,8 +30,9 @@ PRODUCT, COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes, and scores of the indexer are written and read again.
 CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
-# Launches of a layer with FP8 weights, and of a step outside of its layers.
+# Launches of a layer with FP8 weights, and of a step outside of its layers; of a decode layer's exchanges of a context.
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
+CONTEXT_LAUNCHES = 10
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
 HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
@@ -101,26 +102,31 @@ def predict_prefill(placed: Placed, tokens: int, kernels: Kernels) -> Predicted:
         return _timed(placed, kernels, work, dispatch, rows, cdiv(own, rows), micro, decodes=False)
 
     stages, micro = _faster(seconds, how.ranks > 1)
+    if gathered := placed.gather_of_contexts(tokens, chunk):  # under the layer before
+        stages["context parallelism"] = _waited(gathered, stages, kernels)
     stages["host"] = host = cdiv(own, chunk) * HOST_PREFILL[0] + tokens * HOST_PREFILL[1]
-    room = placed.cache_room(chunk, dispatch) - tokens * placed.token_bytes
+    room = placed.cache_room(chunk, dispatch) - placed.prefilled(tokens)
     return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, host, stages)
 
 
 def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kernels) -> Predicted:
     """A decode step of all ranks' ``requests``, divided evenly, in a CUDA graph, with the dispatch of "auto" there."""
     how, own = placed.how, cdiv(requests, placed.how.ranks)
+    # Requests of a rank, where each has its part of all that its group holds.
+    attended = own if how.dcp_size == 1 else cdiv(requests, how.ranks // how.dcp_size) / how.dcp_size
     dispatch: DispatchMethod = "all_gather"
 
     def seconds(micro: int) -> dict[str, float]:
         each = cdiv(own, micro)
         rows = each * (1 + how.drafts)
         work = placed.costs.decode(Decode(each, requests * each // own, demand.context + how.drafts, how.drafts))
+        work |= {name: work[name] * (attended / own) for name in CACHE_ROWS if name in work}
         return _timed(placed, kernels, times(work, micro), dispatch, rows, micro, micro, decodes=True)
 
     stages, micro = _faster(seconds, own > 1 and how.ranks > 1)
     host = HOST_DECODE[0] + HOST_DECODE[1] * own + HOST_DECODE[2] * (requests - own)
     stages["host"] = max(0.0, host - sum(stages.values()))
-    room = placed.cache_room(own * (1 + how.drafts)) - own * demand.longest * placed.token_bytes
+    room = placed.cache_room(own * (1 + how.drafts)) - placed.cached(demand.longest, requests)
     seconds_of_token = sum(stages.values()) / demand.tokens_per_step(how.drafts)
     return Predicted(how, dispatch, micro, seconds_of_token, requests, room, host, stages)
 
@@ -151,10 +157,18 @@ def _timed(
         drafting = min(placed.how.drafts, 1) if config.index_share_for_mtp_iteration else placed.how.drafts
         selecting = config.indexer_types.count("full") + drafting
         stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
-    launched = STEP_LAUNCHES + LAYER_LAUNCHES * (config.num_hidden_layers + placed.how.drafts)
+    together = decodes and placed.how.dcp_size > 1
+    each = LAYER_LAUNCHES + CONTEXT_LAUNCHES * together
+    launched = STEP_LAUNCHES + each * (config.num_hidden_layers + placed.how.drafts)
     stages["launches"] = kernels.slack * passes * launched * kernels.launch
     stages["tensor parallelism"] = passes * placed.tensor_parallel(rows)
+    if together:
+        stages["context parallelism"] = passes * placed.context_parallel(rows)
     layers = config.mlp_layer_types.count("sparse") + placed.how.drafts
     seconds = passes * layers * placed.exchange(dispatch, rows)
-    waited = seconds if micro == 1 else max(seconds - sum(stages.values()), kernels.collective * seconds)
-    return stages | {"exchange of tokens": waited}
+    return stages | {"exchange of tokens": seconds if micro == 1 else _waited(seconds, stages, kernels)}
+
+
+def _waited(seconds: float, stages: dict[str, float], kernels: Kernels) -> float:
+    """What an exchange under the stages adds to them."""
+    return max(seconds - sum(stages.values()), kernels.collective * seconds)

@@ -156,7 +156,19 @@ class Planner:
         )
         for ranks, weights, cache, tp_size in settings:
             if ranks % tp_size == 0 and ("cache" in self.fixed or cache == "bfloat16" or weights == "fp8"):
-                yield Deployment(ranks, tp_size=tp_size, weights=weights, cache=cache)
+                yield self._together(Deployment(ranks, tp_size=tp_size, weights=weights, cache=cache))
+
+    def _together(self, base: Deployment) -> Deployment:
+        """With the smallest ``dcp_size`` with which a request fits: each rank more exchanges more in every layer."""
+        sizes = [size for size in reversed(self._sizes()) if base.ranks % size == 0]
+        sizes = [1, *(size for size in sizes if size > 1)]
+        hows = [replace(base, dcp_size=size) for size in self._choices("dcp_size", sizes) if base.ranks % size == 0]
+        chunk = self._choices("chunk", CHUNKS)[0]
+        for how in hows:
+            placed = self.placed(how)
+            if placed.cache_room(chunk, placed.dispatch(chunk)) >= placed.prefilled(self.demand.input_len):
+                return how
+        return hows[-1] if hows else base
 
     def _choices(self, name: str, possible: Any) -> Any:
         return (self.fixed[name],) if name in self.fixed else possible
@@ -165,7 +177,7 @@ class Planner:
         """The fastest prefill that fits for each context-parallel size; only those that meet TTFT, if any does."""
         tokens, fastest = self.demand.input_len, []
         for cp in self._choices("cp_size", self._sizes()):
-            if base.ranks % cp:
+            if base.ranks % cp or cp % base.dcp_size:
                 continue
             chunks = self._choices("chunk", sorted({min(chunk, cdiv(tokens, cp)) for chunk in CHUNKS}))
             hows = [replace(base, cp_size=cp, chunk=chunk) for chunk in chunks]
@@ -183,7 +195,7 @@ class Planner:
         limit = cdiv(asked, self.demand.devices // how.ranks) if asked else MAX_REQUESTS * how.ranks
         for requests in sorted({1, limit, *(load for load in LOADS if load < limit)}):
             step = predict_decode(self.placed(how), requests, self.demand, self.kernels)
-            prompt = self.demand.input_len * self.placed(how).token_bytes if requests > 1 else 0
+            prompt = self.placed(how).prefilled(self.demand.input_len) if requests > 1 else 0
             if not self._fits(how, step.room - prompt):
                 break
             fitting.append(step)

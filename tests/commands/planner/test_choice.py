@@ -57,7 +57,7 @@ def fitting(model: str, kind: str, ranks: int) -> tuple[ModelConfig, str, tuple[
         *(("fp8", layers) for layers in (40, 30, 20, 15, 10, 8)),
     ):
         config = model_config(model, {} if layers is None else {"num_hidden_layers": layers})
-        fixed: dict[str, Any] = {"drafts": 0, "weights": weights}
+        fixed: dict[str, Any] = {"drafts": 0, "weights": weights, "dcp_size": 1}
         if weights != "fp8" and config.has_indexer:
             fixed["cache"] = "bfloat16"  # FP8 caches are not chosen for other weights
         planner, plans = OneInstance(config, DEVICES[kind], Demand(ranks, INPUT, OUTPUT), fixed), []

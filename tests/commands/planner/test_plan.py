@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dsa_engine.commands.planner import predict
 from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed, stored
 from dsa_engine.commands.planner.devices import DEVICES, device_named
+from dsa_engine.commands.planner.launch import commands
 from dsa_engine.commands.planner.predict import (
     BEST,
     HOST_DECODE,
@@ -124,6 +126,29 @@ def test_one_request_needs_no_room_for_a_second_prompt(config: ModelConfig) -> N
     how = {"weights": "int4-experts", "drafts": 0, "cache": "fp8", "tp_size": 8}
     plan = Planner(config, DEVICES["H100"], Demand(8, 131_072), how).best()
     assert plan.requests == 1 and plan.prefill.room >= 0
+
+
+def test_a_request_larger_than_a_rank() -> None:
+    """Ranks hold it together, as few as it takes; a given number is taken."""
+    long = ModelConfig.from_dict(released_config("deepseek_v32"), {"max_position_embeddings": 2**20})
+    demand, fixed = Demand(8, 2**20 - 1024), FIXED | {"chunk": 4096}
+    plan = (planner := Planner(long, H200, demand, fixed)).best()
+    how = plan.decode.how
+    assert how.dcp_size == 4 and plan.prefill.how.cp_size == 8 and plan.decode.room >= 0 <= plan.prefill.room
+    whole, half = (planner.placed(replace(plan.prefill.how, dcp_size=size)) for size in (1, 2))
+    for placed in (whole, half):
+        assert predict_prefill(placed, demand.input_len, OWN).room < 0
+    assert whole.cached(2**20, 8) == half.cached(2**20, 8) == 2**20 * whole.token_bytes
+    assert whole.cached(2**20, 1) == 2 * half.cached(2**20, 1)
+    assert whole.prefilled(2**20) == 2**20 * whole.token_bytes < 2 * half.prefilled(2**20)
+    assert "context parallelism" in plan.prefill.stages and "context parallelism" in plan.decode.stages
+    words = commands(planner, plan, "deepseek_v32", "{}", dummy=True)["serve"]
+    assert words[words.index("--dcp-size") + 1] == "4"
+    assert Planner(long, H200, demand, fixed | {"dcp_size": 8}).best().decode.how.dcp_size == 8
+    short = Planner(long, H200, Demand(8, 8192), fixed)
+    best = short.best()
+    assert best.decode.how.dcp_size == 1 and "context parallelism" not in best.decode.stages
+    assert "--dcp-size" not in commands(short, best, "deepseek_v32", "{}", dummy=True)["serve"]
 
 
 def test_what_does_not_fit_says_by_how_much(config: ModelConfig) -> None:

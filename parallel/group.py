@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from dsa_engine.kernels.runtime.kernel import as_one, call, this_thread
 from dsa_engine.parallel.agreement import Meeting
 
 Result = TypeVar("Result")
@@ -72,11 +73,12 @@ class Group:
 
     def all_gather_async(self, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts :meth:`all_gather`; returns a function that waits and returns the rows."""
-        return self._gather(rows, asynchronous=True)
+        return partial(as_one, call, this_thread.as_one(self._gather, rows, True))
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows [R, ...]`` of every rank, R the same on each, in rank order: ``[size · R, ...]``."""
-        return self._gather(rows, asynchronous=False)()
+        gathered: torch.Tensor = this_thread.as_one(lambda rows: self._gather(rows, asynchronous=False)(), rows)
+        return gathered
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """Sums ``rows [size · R, ...]`` over the ranks; each rank gets its part ``[R, ...]``."""

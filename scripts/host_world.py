@@ -34,7 +34,7 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.llm import LLM
 from dsa_engine.measure.emulation.config import EmulatedConfig
-from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, cache_format
 from dsa_engine.model.model import Model
 from dsa_engine.sampling_params import SamplingParams
@@ -57,9 +57,10 @@ class _NullModel(Model):
 
     begun = 0.0  # thread time at which the last forward pass of a step began
 
-    def forward(self, batch: ForwardBatch, cache: KVCache, layers: Any = None) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch | MicroBatchPair, cache: KVCache, layers: Any = None) -> torch.Tensor:
         self.begun = time.thread_time()
-        return torch.zeros(batch.rows, self.config.hidden_size)
+        parts = [batch] if isinstance(batch, ForwardBatch) else [make() for make in batch.batches]
+        return torch.zeros(sum(part.rows for part in parts), self.config.hidden_size)
 
     def draft(
         self, module: int, hidden: torch.Tensor, batch: ForwardBatch, cache: KVCache

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dsa_engine", "kernels", "parallel", "scripts", "tests")
 
@@ -175,9 +177,15 @@ def test_a_room_of_the_package_has_few_modules() -> None:
     assert {room: count for room, count in rooms.items() if count > limits.get(room, 14)} == {}
 
 
-def test_importing_does_not_bring_torch_compile_along() -> None:
-    """It takes more time to import than all else together, in every process of a run."""
-    heavy = ("torch._dynamo", "transformers")
-    command = f"import sys, dsa_engine; print([name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize(
+    "module, heavy",
+    [
+        ("dsa_engine", ("torch._dynamo", "transformers")),  # more than all else together, in every process of a run
+        ("dsa_engine.server.http", ("torch", "transformers")),  # an HTTP process computes nothing
+        ("dsa_engine.server.process", ("transformers", "fastapi", "uvicorn")),  # the engine's process speaks no HTTP
+    ],
+)
+def test_importing_takes_little_time(module: str, heavy: tuple[str, ...]) -> None:
+    command = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

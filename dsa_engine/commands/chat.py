@@ -115,8 +115,8 @@ def _answer(
 def _show(deltas: list[MessageDelta], shown: list[MessageDelta]) -> None:
     """Prints parts of an answer, with tags around its thought, and appends them to ``shown``."""
     for delta in deltas:
-        thinks = delta.reasoning is not None
-        if thinks != bool(shown and shown[-1].reasoning is not None):
+        thinks = delta.kind == "reasoning"
+        if thinks != bool(shown and shown[-1].kind == "reasoning"):
             print("<think>" if thinks else "</think>")
-        print(delta.reasoning or delta.content, end="", flush=True)
+        print(delta.text, end="", flush=True)
         shown.append(delta)

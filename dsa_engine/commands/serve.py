@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from dsa_engine.commands.arguments import add_engine_arguments, add_options, llm_from, options_from
 from dsa_engine.commands.early import Early, leads
-from dsa_engine.server.options import ServerOptions, read_template
+from dsa_engine.server.options import ServerOptions, bind, read_template
 
 KEY_VARIABLE = "DSA_ENGINE_API_KEY"
 _NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "zmq", "msgspec")
@@ -64,6 +64,4 @@ def _checked(args: argparse.Namespace, options: ServerOptions) -> socket.socket:
         early.conversation_format(**parsers)
     elif any(parsers.values()):
         raise ValueError(f"reasoning_parser and tool_call_parser need a tokenizer, and {early.folder} has none")
-    from dsa_engine.server.http import bind  # with FastAPI, which the help does not need
-
     return bind(options.host, options.port)

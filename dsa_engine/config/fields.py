@@ -73,7 +73,7 @@ class Options:
     def __post_init__(self) -> None:
         for f, hint in options_of(type(self)):  # type: ignore[arg-type]
             value = getattr(self, f.name)
-            if value is None and NoneType not in get_args(hint):
+            if value is None and f.default is not None and NoneType not in get_args(hint):
                 object.__setattr__(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
             elif value is not f.default:
                 check(f.name, value, hint)

@@ -22,7 +22,7 @@ from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.micro_batches import MicroBatches
 from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.runtime.transfer import upload
-from dsa_engine.model.forward_batch import ForwardBatch
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 from dsa_engine.sampling_params import HAS_GRAMMAR, NEEDS_HOST, RECORDS
@@ -55,7 +55,9 @@ class ModelRunner:
     def plan(self, step: Step) -> StepPlan:
         rank, world, config = self._mesh.rank, self._mesh.world_size, self._config
         if step.decode is None:
-            plan = StepPlan.of(step.chunks, rank, world, config, 1 + self.num_drafts)
+            max_rows = 1 + self.num_drafts
+            cuts = None if self.micro_batches is None else self.micro_batches.cuts(step.chunks, max_rows)
+            plan = StepPlan.of(step.chunks, rank, world, config, max_rows, cuts)
             if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not plan.records:
                 plan = plan.padded(config, self.graphs.contexts)
         else:
@@ -113,13 +115,16 @@ class ModelRunner:
         samples = self._sampler.sample(plan, self.sampled_logits(plan, hidden), before)
         if of_prompts := prompt_logprobs(self.model, plan, hidden):
             samples = replace(samples, prompt_logprobs=of_prompts)
-        if batch is not None and batch.recorder is not None:
+        if isinstance(batch, ForwardBatch) and batch.recorder is not None:
             layers, size = self._config.num_hidden_layers, self.cache.page_size
             selections = recorded(batch.recorder, plan, layers, size, self._mesh)
             samples, batch.recorder = replace(samples, selections=selections), None  # MTP modules record nothing
         if plan.num_drafts == 0 and (plan.decode is not None or self.num_drafts == 0):
             return samples
-        assert self.drafter is not None and batch is not None
+        assert self.drafter is not None
+        if not isinstance(batch, ForwardBatch):  # MTP modules run the step whole
+            batch = self._batch(replace(plan, micro_batches=None), sampled)
+            assert isinstance(batch, ForwardBatch)
         return self.drafter.draft(plan, batch, hidden, samples, plan.num_drafts)
 
     @torch.inference_mode()
@@ -153,14 +158,20 @@ class ModelRunner:
                 part = theirs[first : first + step]
                 into[part] = logits[rank * step : rank * step + len(part)]
 
-    def forward(self, plan: StepPlan, sampled: torch.Tensor | None = None) -> tuple[ForwardBatch | None, torch.Tensor]:
+    def forward(
+        self, plan: StepPlan, sampled: torch.Tensor | None = None
+    ) -> tuple[ForwardBatch | MicroBatchPair | None, torch.Tensor]:
         """The batch of a step, None if it is padded, and the normed hidden states ``[T, hidden]``."""
         if self.graphs is not None and plan.bucket is not None:
             return None, self.graphs.forward(plan, sampled)
-        batch = build_batch(plan, self._config, self._mesh, self.cache.block_tables, sampled)
-        if plan.records:
+        batch = self._batch(plan, sampled)
+        if plan.records and isinstance(batch, ForwardBatch):
             batch.recorder = recorder_of(plan, self.cache, self._config.index_topk, self._mesh.device)
         return batch, self.model(batch, self.cache)
+
+    def _batch(self, plan: StepPlan, sampled: torch.Tensor | None) -> ForwardBatch | MicroBatchPair:
+        tables, repeats = self.cache.block_tables, not self.hooks  # what watches sees each layer run
+        return build_batch(plan, self._config, self._mesh, tables, sampled, repeats)
 
     def sampled_logits(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """float32 ``[tokens to choose on this rank, vocab]``."""

@@ -15,7 +15,7 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.store_cache_rows import store_cache_rows
 from dsa_engine.kernels.rows.store_latent import store_latent
 from dsa_engine.kernels.rows.store_rows import store_rows
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.indexer import Indexer, IndexQueries
 from dsa_engine.model.kv_cache import KVCache
@@ -85,7 +86,6 @@ class Attention(Weighted):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
         layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
-        cache.use(self.layer)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         with stage("MLA prolog"):
             quantized = self.q_a.quantize_for_several(x)
@@ -112,7 +112,7 @@ class Attention(Weighted):
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
             )
-        batch.send_tokens()
+        this_thread.as_one(ForwardBatch.send_tokens, batch)
         with stage("MLA epilog"):
             per_head_matmul(out_latent, self.w_uv.transpose(1, 2), out[batch.mha_rows :])
             return head_parallel_projection(out, self.o, batch.tp_rows, self.tp), topk_slots
@@ -135,7 +135,7 @@ class Attention(Weighted):
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
-            return self.streams.index_queries.run(queries, x, q_resid)
+            return self.streams.index_queries.run(queries, x, q_resid, *_parts(quantized))
 
     def _select(
         self, queries: IndexQueries | None, topk_slots: torch.Tensor | None, batch: ForwardBatch, cache: KVCache
@@ -154,19 +154,22 @@ class Attention(Weighted):
         side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            given = x, quantized, batch
-            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), x)]
+            given, held = (x, quantized, batch), (x, *_parts(quantized))
+            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), x))
+                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), *held))
 
         def stored() -> None:
             with stage("indexer prolog"):
                 for wait in waits:
                     wait()
-            cache.stored(self.layer, batch)
+            this_thread.as_one(Attention._stored, self, batch, cache)
 
         return stored
+
+    def _stored(self, batch: ForwardBatch, cache: KVCache) -> None:
+        cache.stored(self.layer, batch)
 
     def _store_latent(
         self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, row_format: LatentFormat,
@@ -205,7 +208,7 @@ class Attention(Weighted):
                     store_rows(latent_pool, rows[:, : latent_pool.shape[-1]], batch.slot_mapping)
                 else:
                     store_cache_rows(latent_pool, key_pool, rows, batch.slot_mapping, index_key)
-            cache.stored(self.layer, batch)
+            this_thread.as_one(Attention._stored, self, batch, cache)
 
         return stored
 
@@ -286,3 +289,7 @@ class Attention(Weighted):
             k[some, :, nope:] = k_rope
             per_head_matmul(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v
+
+
+def _parts(quantized: Quantized | None) -> Sequence[torch.Tensor]:
+    return () if quantized is None else (quantized.codes, quantized.scales)

@@ -2,8 +2,9 @@
 
 A request of 128K tokens has 2,048 pages, and nearly all of them stay the same from one decode step to the next. So each
 list of pages that a step uses has a row in a table on the host and in its copy on the device, and only changes travel:
-new pages of a list, and lists without a row. Then the rows of the step's requests are copied, on the device, to the
-step's table. A request that ends need not be reported: a new list takes the row that has been unused the longest.
+new pages of a list, and lists without a row. Then the rows of a decode step's requests are copied, on the device, to
+its table; a prefill's come with its other tensors. A request that ends need not be reported: a new list takes the row
+that has been unused the longest.
 
 A pass through the layers is a generator: it launches stages, and yields the name of a stage whose transfer it has just
 started and whose result it needs next. Each micro-batch runs up to its next transfer, then the other one does. In an
@@ -30,14 +31,15 @@ import itertools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dsa_engine.kernels.rows.segment import CuSeqlens, Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
+from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
@@ -151,18 +153,20 @@ class MHASegments:
     _parts: dict[int, list[tuple[slice, MHASegments]]] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(
-        cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int, device: torch.device
-    ) -> MHASegments | None:
-        """None without segments. Tokens that two segments of a request see are listed for both."""
+    def of(cls, segments: Sequence[Segment], block_tables: torch.Tensor, page_size: int) -> MHASegments | None:
+        """On the host; None without segments. Tokens that two segments of a request see are listed for both."""
         if not segments:
             return None
         seen = [s.end for s in segments]
         positions = torch.cat([torch.arange(count) for count in seen])
         sequences = torch.tensor([s.sequence for s in segments]).repeat_interleave(torch.tensor(seen))
         slots = slots_of(positions, block_tables, sequences, page_size)
-        lengths = CuSeqlens.of([s.length for s in segments], device)
-        return cls(lengths, CuSeqlens.of(seen, device), upload(slots, device))
+        return cls(CuSeqlens.of([s.length for s in segments]), CuSeqlens.of(seen), slots)
+
+    def on(self, queries: torch.Tensor, keys: torch.Tensor, key_slots: torch.Tensor) -> MHASegments:
+        """The same with these tensors on the device."""
+        offsets = (replace(self.cu_seqlens_q, on_device=queries), replace(self.cu_seqlens_k, on_device=keys))
+        return MHASegments(*offsets, key_slots)
 
     def parts(self, max_keys: int) -> list[tuple[slice, MHASegments]]:
         """The segments in groups that see at most ``max_keys`` tokens together, or one segment if that alone sees more:
@@ -186,10 +190,12 @@ class MHASegments:
 
 @dataclass
 class MicroBatchPair:
-    """The two micro-batches of a step that is cut, each for all layers."""
+    """The two micro-batches of a step that is cut, each for all layers; the second is made when the first is on its
+    way."""
 
-    batches: tuple[ForwardBatch, ForwardBatch]
-    order: torch.Tensor | None  # [T] int64: the index of each row of the step among those of both; None: the same order
+    batches: tuple[Callable[[], ForwardBatch], Callable[[], ForwardBatch]]
+    # Makes [T] int64: the index of each row of the step among those of both; None: the same order.
+    order: Callable[[], torch.Tensor] | None
 
 
 @dataclass
@@ -227,6 +233,8 @@ class ForwardBatch:
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None
+    # Records what layers do with these tensors; None: each runs it anew. A batch made of this one has none.
+    pieces: Pieces | None = field(default=None, init=False)
 
     @property
     def mha_rows(self) -> int:
@@ -248,6 +256,12 @@ class ForwardBatch:
             index[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=pages.device)
             self._seen_pages = pages, index
         return self._seen_pages
+
+    def piece(self, function: Callable[..., Results], owner: object, inputs: list[Any]) -> Results:
+        """``function(owner, self, inputs)``, see :meth:`.Pieces.run`."""
+        if self.pieces is None:
+            return function(owner, self, inputs)
+        return self.pieces.run(function, owner, self, inputs)
 
     def send_tokens(self) -> None:
         """Sends the tokens that wait for their counts; called when the device has work while the host waits."""

@@ -18,12 +18,13 @@ from dsa_engine.kernels.linear.linear import linear
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.runtime.launch import batch_invariance, is_batch_invariant
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.attention import Attention
-from dsa_engine.model.forward_batch import ForwardBatch, Pass, run_interleaved
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair, Pass, run_interleaved
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.layers import MLP, Weighted
 from dsa_engine.model.moe import MoE
-from dsa_engine.model.profile_stages import stage
+from dsa_engine.model.profile_stages import has_hook, stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import ExpertCounter
 from dsa_engine.parallel.tensor_parallel import (
@@ -57,6 +58,7 @@ class DecoderLayer(Weighted):
 
     def __init__(self, layer: int, config: ModelConfig, runtime: Runtime, streams: Streams):
         super().__init__(runtime)
+        self.layer = layer
         prefix = f"model.layers.{layer}"
         self.eps = config.rms_norm_eps
         self.input_norm = self.weight(f"{prefix}.input_layernorm.weight", config.hidden_size)
@@ -85,6 +87,23 @@ class DecoderLayer(Weighted):
                 so that their memory is free while this layer runs.
             residual: ``[T, hidden]``; None before the first layer, whose one delta is the embedding.
         """
+        pools = cache.latent[self.layer], cache.index_keys[self.layer]
+        given = [*delta, residual, topk_slots, cache, *pools]
+        delta.clear()
+        cache.use(self.layer)
+        residual, topk_slots, *fed = batch.piece(DecoderLayer._run, self, given)
+        moe = self.moe
+        if moe is None:
+            return fed, residual, topk_slots
+        added = yield from moe.forward(fed, batch)
+        return added, residual, topk_slots
+
+    def _run(self, batch: ForwardBatch, inputs: list[Any]) -> Results:
+        """All up to the next transfer; ``inputs``: delta, residual, selection, the caches, and this layer's pools, as
+        each layer has its own. Returns the residual, the selection, and the dense feed-forward part's output or what
+        :meth:`.MoE.begin` returns."""
+        *delta, residual, topk_slots, cache, _, _ = inputs
+        inputs.clear()
         with stage("MLA prolog"):
             if residual is None:
                 residual = delta.pop()
@@ -94,12 +113,12 @@ class DecoderLayer(Weighted):
         attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
         with stage("MLA epilog"):
             normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        del attended
         if self.moe is not None:
-            added = yield from self.moe(normed, batch)
-            return added, residual, topk_slots
+            return [residual, topk_slots, *self.moe.begin(normed, batch)]
         assert self.mlp is not None
         with stage("dense MLP"):
-            return [self.mlp(normed)], residual, topk_slots
+            return [residual, topk_slots, self.mlp(normed)]
 
 
 def add_delta(
@@ -211,18 +230,27 @@ class Model(Weighted):
             module.weights_loaded()
 
     @_in_fixed_forms
-    def forward(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: ForwardBatch | MicroBatchPair, cache: KVCache, layers: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Runs the step's T local tokens and writes their cache rows; returns normed hidden states ``[T, hidden]``.
         ``layers``: those to run, for trying out their kernels; the first must have an indexer. Default: all."""
-        if batch.micro_batches is None:
-            return run_interleaved([self._pass(batch, cache, layers)])[0]
-        joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in batch.micro_batches.batches]))
-        return joined if batch.micro_batches.order is None else joined[batch.micro_batches.order]
+        pair = batch if isinstance(batch, MicroBatchPair) else batch.micro_batches
+        if pair is None:
+            whole = cast(ForwardBatch, batch)
+            return run_interleaved([self._pass(lambda: whole, cache, layers)])[0]
+        joined = torch.cat(run_interleaved([self._pass(one, cache, layers) for one in pair.batches]))
+        return joined if pair.order is None else joined[pair.order()]
 
-    def _pass(self, batch: ForwardBatch, cache: KVCache, layers: Sequence[int] | None) -> Pass[torch.Tensor]:
+    def _pass(
+        self, make: Callable[[], ForwardBatch], cache: KVCache, layers: Sequence[int] | None
+    ) -> Pass[torch.Tensor]:
+        batch = make()
+        if has_hook() or batch.recorder is not None:  # they see what each layer runs
+            batch.pieces = None
         delta, residual, topk_slots = [self._embedded(batch, self.embed)], None, None
         for layer in self.layers if layers is None else [self.layers[i] for i in layers]:
-            delta, residual, topk_slots = yield from layer(delta, residual, batch, cache, topk_slots)
+            delta, residual, topk_slots = yield from layer.forward(delta, residual, batch, cache, topk_slots)
         assert residual is not None
         return add_delta(delta, residual, self.norm, self.config.rms_norm_eps)[0]
 

@@ -18,12 +18,14 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.moe.combine import combine
 from dsa_engine.kernels.moe.expert_mlp import UNCOUNTED_BYTES
 from dsa_engine.kernels.moe.router import route
+from dsa_engine.kernels.runtime.kernel import this_thread
+from dsa_engine.kernels.runtime.pieces import Results
 from dsa_engine.model.forward_batch import ForwardBatch, Pass
 from dsa_engine.model.layers import MLP, Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import count_topk_ids
-from dsa_engine.parallel.experts.dispatch import Dispatch, Routed, StepSizes
+from dsa_engine.parallel.experts.dispatch import CountedDispatcher, Dispatch, Routed, StepSizes
 
 
 class Router(Weighted):
@@ -77,26 +79,41 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
-        """``x [T, hidden]`` -> the terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts, and the
-        output of the shared expert. That is launched when the tokens are on their way, so that they do not wait for it,
-        or while their counts are.
-        """
+    def begin(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
+        """Starts the tokens ``x [T, hidden]`` on their way, or tells their counts; then the shared expert, so that they
+        do not wait for it. Returns what :meth:`forward` needs."""
         with stage("MoE gate"):
             topk_ids, topk_weights = self.router(x, batch.token_mask)
         with stage("MoE dispatch"):
             dispatch = self._start(x, topk_ids, topk_weights, batch)
         with stage("MoE shared"):
             shared = self.streams.shared_expert.run(partial(self.shared, x), x)
+        return [dispatch, shared, *((topk_ids, topk_weights) if self.config.batch_invariant else ())]
+
+    def forward(self, begun: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
+        """The terms of equation 12, ``[T, hidden]`` each: the sums of the routed experts, and the output of the shared
+        expert."""
+        dispatch, shared, *routed = begun
+        begun.clear()
         yield "MoE dispatch"
-        with stage("MoE dispatch"):
-            rounds = dispatch.rounds  # it may wait for the tokens
-        for number in range(rounds):
-            self._run_round(dispatch, number, batch)
+        # In a padded step the host may not ask the device how many pairs are local.
+        number, rounds, uncounted = 0, 1, UNCOUNTED_BYTES if batch.token_mask is None else sys.maxsize
+        while number < rounds:
+            with stage("MoE dispatch"):
+                received, rounds = dispatch.receive(number), dispatch.rounds
+            with stage("MoE experts"):
+                sums = self.experts(received, uncounted)
+            del received  # room for what comes back
+            batch.send_tokens()  # before the sums, which would hold them up
+            with stage("MoE combine"):
+                dispatch.send_back(number, sums)
+            del sums
+            number += 1
         yield "MoE combine"
         with stage("MoE combine"):
             sums = dispatch.combine()
             if self.config.batch_invariant:
+                topk_ids, topk_weights = routed
                 pair_rows = torch.arange(len(sums), dtype=torch.int32, device=sums.device).view(topk_ids.shape)
                 sums = combine(sums, pair_rows, topk_weights)
             return [sums, shared()]
@@ -115,15 +132,8 @@ class MoE(Weighted):
         # A padded step may be captured in a CUDA graph, so nothing is counted in it; it has few rows.
         max_pairs = self.max_pairs if batch.token_mask is None else sys.maxsize
         sizes = StepSizes(batch.ep_rows * copies, max_pairs, x.shape[1] * x.element_size())
-        return dispatcher.start(self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent)
-
-    def _run_round(self, dispatch: Dispatch, number: int, batch: ForwardBatch) -> None:
-        with stage("MoE dispatch"):
-            received = dispatch.receive(number)
-        with stage("MoE experts"):
-            # In a padded step the host may not ask the device how many pairs are local.
-            sums = self.experts(received, UNCOUNTED_BYTES if batch.token_mask is None else sys.maxsize)
-        del received  # room for what comes back
-        batch.send_tokens()  # before the sums, which would hold them up
-        with stage("MoE combine"):
-            dispatch.send_back(number, sums)
+        given = self.expert_parallel, Routed(tokens, topk_ids, topk_weights), sizes, batch.unsent
+        if isinstance(dispatcher, CountedDispatcher):
+            return dispatcher.start(*given)
+        dispatch: Dispatch = this_thread.as_one(dispatcher.start, *given)
+        return dispatch

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, MutableSequence
+from collections.abc import Callable, Collection, Coroutine, MutableSequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, Response
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
+from starlette.requests import ClientDisconnect
 
 from dsa_engine.config.checks import shown
 from dsa_engine.engine.calls.async_calls import PreparedPrompt
@@ -21,10 +22,10 @@ from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import ApiError, BodyLimit, EngineError, HostCheck, KeyCheck, add_handlers, bad_request
 from dsa_engine.server.forms.chat import ChatForm
 from dsa_engine.server.forms.completions import CompletionForm
-from dsa_engine.server.forms.conversation import ConversationForm
 from dsa_engine.server.forms.form import Form, to_json
 from dsa_engine.server.forms.messages import CountRequest, MessagesForm, MessagesRequest
 from dsa_engine.server.forms.protocol import (
+    QUICK,
     AbortBody,
     ChatRequest,
     CompletionRequest,
@@ -45,6 +46,9 @@ PAGE = Path(__file__).parent / "page"
 _PAGE_HEADERS = {"Cache-Control": "no-cache", "X-Frame-Options": "DENY"}
 _LONG_BODY = 2**18  # bytes: text of about 64K tokens
 _LONG_BODIES_AT_ONCE = 2
+_FORMS: dict[type, Any] = {ChatRequest: ChatForm, ResponsesRequest: ResponsesForm}  # of bodies with a conversation
+_FORMS |= dict.fromkeys((MessagesRequest, CountRequest), MessagesForm)
+_SHORT_BODY = 2**10
 
 
 class Server:
@@ -76,18 +80,17 @@ class Server:
     def card(self, name: str) -> dict[str, Any]:
         """The entry of a model in the list of models."""
         card = {"id": name, "object": "model", "created": self.created, "owned_by": "dsa_engine", "parent": None}
-        return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.max_model_len}
+        return card | {"root": self.llm.facts.model, "max_model_len": self.llm.facts.limits.max_model_len}
 
-    def conversation(
-        self, form: type[ConversationForm[Any]], asked: ChatRequest | ResponsesRequest | CountRequest
-    ) -> Form:
-        model, chat = self.model(asked.model), asked.chat
-        return form(self.llm, self._form(), asked, chat, model, self._template(chat))
+    def form(self, asked: Any) -> Any:
+        """The form of a request that generates, by its body's type; raises ``ValueError`` or ``TypeError``."""
+        model = self.model(asked.model)
+        if isinstance(asked, CompletionRequest):
+            return CompletionForm(self.llm, asked, model)
+        chat: ChatRequest = asked.chat
+        return _FORMS[type(asked)](self.llm, self._format(), asked, chat, model, self._template(chat))
 
-    def completion(self, asked: CompletionRequest) -> CompletionForm:
-        return CompletionForm(self.llm, asked, self.model(asked.model))
-
-    def _form(self) -> ConversationFormat:
+    def _format(self) -> ConversationFormat:
         if self._conversation is None:
             raise ValueError("the model's folder has no tokenizer; use /v1/completions with token ids")
         return self._conversation
@@ -107,17 +110,18 @@ class Server:
         if asked.prompt is not None:
             ids = self.llm.encode_prompt(asked.prompt, asked.add_special_tokens is not False)
         else:
-            text = self._form().render(
+            text = self._format().render(
                 **asked.rendering, chat_template=self._template(asked), tools=asked.tools or None
             )
             ids = self.llm.encode_prompt(text, bool(asked.add_special_tokens))
         texts = tokenizer.hf.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-        return {"count": len(ids), "max_model_len": self.llm.facts.max_model_len, "tokens": ids, "token_strs": texts}
+        longest = self.llm.facts.limits.max_model_len
+        return {"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": texts}
 
     def detokenize(self, asked: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids, and of each of them if it is wanted; raises ``ValueError``."""
         asked.further(set())
-        vocab, longest = self.llm.facts.vocab_size, self.llm.facts.max_model_len
+        vocab, longest = (limits := self.llm.facts.limits).vocab_size, limits.max_model_len
         if len(asked.tokens) > longest:
             raise ValueError(f"tokens has {len(asked.tokens)} ids, max_model_len is {longest}; send fewer")
         if wrong := next((token for token in asked.tokens if not 0 <= token < vocab), None):
@@ -134,29 +138,33 @@ class Server:
         about = {name: getattr(hf, name) for name in names} | {"chat_template": template}
         return about | {"tokenizer_class": type(hf).__name__}
 
-    async def generate(self, request: Request, asked: RequestBody, parse: Callable[[Any], Form]) -> Response:
+    async def generate(self, request: Request, asked: RequestBody) -> Response:
         self.llm.check()
         if (name := request.headers.get("x-request-id")) and asked.model_extra is not None:
             asked.model_extra.setdefault("request_id", name)
 
         def prepared(asked: RequestBody) -> tuple[Form, list[PreparedPrompt]]:
-            form = parse(asked)
+            form: Form = self.form(asked)
             if form.asked.stream and form.params.prompt_logprobs is not None:
                 raise ValueError("prompt_logprobs are not streamed; leave them or stream out")
             prompts = self.llm.prepare(form.prompts, form.params, form.asked.priority)
-            for one in prompts:
-                form.asked.check_room(len(one.adds[0].prompt_ids), self.llm.facts.max_model_len)
+            form.prompt_ids = [one.adds[0].prompt_ids for one in prompts]
+            for ids in form.prompt_ids:
+                form.asked.check_room(len(ids), self.llm.facts.limits.max_model_len)
             return form, prompts
 
         form, prompts = await self.parsed(request, asked, prepared)
         return Generation(self.llm, form, prompts, self.admission, self.metrics, self.options.request_timeout)
 
     async def parsed(self, request: Request, asked: RequestBody, parse: Callable[[Any], Any]) -> Any:
-        """What ``parse`` makes of a request's body, in a thread: encoding a long text takes a second, and hundreds of
-        bytes of memory for each of its own, so few long ones are encoded at once."""
-        executor = self._long_bodies if len(await request.body()) > _LONG_BODY else None
+        """What ``parse`` makes of a request's body, in a thread unless it is short: encoding a text may take a second,
+        and hundreds of bytes of memory for each of its own, so few long ones are encoded at once."""
+        size = len(await request.body())
+        executor = self._long_bodies if size > _LONG_BODY else None
         try:
             with self.admission.admit(1):
+                if size <= _SHORT_BODY and asked.model_fields_set <= QUICK:
+                    return parse(asked)
                 return await asyncio.get_running_loop().run_in_executor(executor, parse, asked)
         except (ValueError, TypeError) as error:
             raise bad_request(error, asked.model_fields_set) from error
@@ -172,7 +180,7 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     if origins := server.options.allowed_origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
-    app.include_router(_api(server))
+    app.routes.extend(_api(server).routes)  # a router in the app would look for a route twice
 
     @app.get("/health")
     @app.get("/ping")
@@ -189,25 +197,48 @@ def make_app(server: Server, hosts: Collection[str] = ()) -> FastAPI:
     return app
 
 
+class _Route(APIRoute):
+    """Calls functions of a request and its body past FastAPI, whose answers bodies with a fault get."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        by_fastapi, hints = super().get_route_handler(), get_type_hints(self.endpoint)
+        if {**hints, "asked": None} != {"request": Request, "asked": None, "return": Response}:
+            return by_fastapi
+
+        async def handle(request: Request) -> Response:
+            try:
+                if request.headers.get("content-type") != "application/json":
+                    raise ValueError
+                asked = hints["asked"].model_validate(await request.json())
+            except (ValueError, RecursionError, ClientDisconnect):
+                return await by_fastapi(request)
+            for one in self.dependencies:
+                await one.dependency(request)  # type: ignore[misc]
+            return await self.endpoint(request, asked)
+
+        return handle
+
+
 def _api(server: Server) -> APIRouter:
-    api = APIRouter(dependencies=[Depends(KeyCheck(server.options.api_key))] if server.options.api_key else [])
+    key = server.options.api_key
+    api = APIRouter(dependencies=[Depends(KeyCheck(key))] if key else [], route_class=_Route)
 
     # The first routes are found first, and these requests are the many.
     @api.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:
-        return await server.generate(request, asked, server.completion)
+        return await server.generate(request, asked)
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest) -> Response:
-        return await server.generate(request, asked, partial(server.conversation, ChatForm))
+        return await server.generate(request, asked)
 
     @api.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
-        return await server.generate(request, asked, partial(server.conversation, ResponsesForm))
+        return await server.generate(request, asked)
 
     @api.post("/v1/messages")
     async def messages(request: Request, asked: MessagesRequest) -> Response:
-        return await server.generate(request, asked, partial(server.conversation, MessagesForm))
+        return await server.generate(request, asked)
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -230,7 +261,7 @@ def _api(server: Server) -> APIRouter:
             "served_model_name": server.names[0],
             "model_type": facts.model_type,
             "is_generation": True,
-            "context_length": facts.max_model_len,
+            "context_length": facts.limits.max_model_len,
             "max_running_requests": facts.max_num_seqs,
             "version": __version__,
         }
@@ -255,7 +286,7 @@ def _api(server: Server) -> APIRouter:
     @api.post("/v1/chat/completions/render")
     async def render(request: Request, asked: ChatRequest) -> Response:
         """The token ids that the prompt of a chat has."""
-        (prompt,) = (await server.parsed(request, asked, partial(server.conversation, ChatForm))).prompts
+        (prompt,) = (await server.parsed(request, asked, server.form)).prompts
         return Response(to_json({"token_ids": prompt["prompt_token_ids"]}), media_type="application/json")
 
     @api.post("/abort_requests")
@@ -268,7 +299,7 @@ def _api(server: Server) -> APIRouter:
 
     @api.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, asked: CountRequest) -> dict[str, int]:
-        return (await server.parsed(request, asked, partial(server.conversation, MessagesForm))).count
+        return (await server.parsed(request, asked, server.form)).count
 
     @api.post("/tokenize")
     async def to_tokens(request: Request, asked: TokenizeRequest) -> Response:

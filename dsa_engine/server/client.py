@@ -16,7 +16,7 @@ import zmq.asyncio
 from dsa_engine.engine.calls.async_calls import AsyncCalls
 from dsa_engine.engine.calls.call import Sent
 from dsa_engine.engine.calls.reply import Failure, Inbox
-from dsa_engine.engine.requests.limits import Add, Limits
+from dsa_engine.engine.requests.limits import Add
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.messages import (
     AbortRequests,
@@ -45,9 +45,8 @@ class EngineClient(AsyncCalls):
     """
 
     def __init__(self, facts: EngineFacts, folder: str):
-        limits = Limits(facts.max_model_len, facts.vocab_size, facts.capacity, facts.no_selection)
         trusts, defaults = facts.trust_remote_code, facts.default_sampling
-        super().__init__(self, limits, Path(facts.folder), trusts, defaults, facts.stream_interval)
+        super().__init__(self, facts.limits, Path(facts.folder), trusts, defaults, facts.stream_interval)
         self.facts, self._sockets = facts, folder
         self.ids: Iterator[int] = count()
         self._error: EngineError | None = None

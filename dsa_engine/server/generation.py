@@ -18,7 +18,7 @@ from dsa_engine.engine.calls.async_calls import PreparedPrompt
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import SHUTTING_DOWN, ApiError, bad_request, failed
 from dsa_engine.server.forms.form import Form, to_json
-from dsa_engine.server.forms.parts import StreamUsage, failure_of, usage_of
+from dsa_engine.server.forms.parts import Usage, failure_of
 from dsa_engine.server.forms.protocol import StreamOptions
 from dsa_engine.server.metrics import Metrics
 
@@ -108,8 +108,9 @@ class Generation(Response):
         if error is not None and not self._started:
             await error.response(scope["path"])(scope, receive, send)
         elif self._started:
-            last = b"" if error is None else self._form.failed(error)
-            await send({"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False})
+            last = body if error is None else self._form.failed(error)
+            end = {"type": "http.response.body", "body": last + self._form.end_of_stream, "more_body": False}
+            await scope.get("send", send)(end)
         else:
             await Response(body, media_type="application/json")(scope, receive, send)
 
@@ -147,21 +148,21 @@ class Generation(Response):
             raise
 
     async def _whole(self) -> bytes:
-        outputs = await self._llm.outputs_of(self._prepared)
+        outputs, form = await self._llm.outputs_of(self._prepared), self._form
+        usage = Usage(form.prompt_ids, form.params.n)
         for number, one in enumerate(outputs):
             for output in one.outputs:
+                usage.add(number * form.params.n + output.index, output)
                 self._finished(number, output.index, output, len(output.token_ids))
         if reason := failure_of(output for one in outputs for output in one.outputs):
             raise ApiError(500, f"an output failed: {reason}")
-        return to_json(self._form.whole(outputs) | {"usage": self._form.usage(usage_of(outputs))})
+        return to_json(form.whole(outputs) | {"usage": form.usage(usage.form)})
 
     async def _stream(self, send: Send, send_events: Send) -> bytes:
         form, n = self._form, self._form.params.n
         show = form.asked.stream_options or StreamOptions()
         continuous = show.include_usage and show.continuous_usage_stats
-        prompts = [one.adds[0].prompt_ids for one in self._prepared]
-        form.begin(prompts)
-        usage, times = StreamUsage(prompts, n), [0.0] * self._unfinished  # when tokens of each output came last
+        usage, times = Usage(form.prompt_ids, n), [0.0] * self._unfinished  # when tokens of each output came last
         async with aclosing(self._llm.pieces_of(self._prepared)) as together:
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             self._started = True
@@ -170,7 +171,7 @@ class Generation(Response):
                 for piece in pieces:
                     index, ending, tokens = piece.index, piece.finish_reason, len(piece.token_ids)
                     before = form.usage(usage.form) if continuous else None
-                    usage.add(piece)
+                    usage.add(index, piece)
                     if tokens and times[index]:
                         self._metrics.came(tokens, now - times[index])
                     times[index] = now
@@ -183,7 +184,7 @@ class Generation(Response):
                         events.append(form.event(chunk))
                 reason = failure_of(pieces) if self._unfinished < unfinished else None
                 if not self._unfinished and reason is None:
-                    events += map(form.event, form.last(usage.form))
+                    return b"".join([*events, *map(form.event, form.last(usage.form))])  # in one packet with the end
                 if events:
                     await send_events({"type": "http.response.body", "body": b"".join(events), "more_body": True})
                 if reason is not None:

@@ -1,4 +1,4 @@
-"""HTTP: the socket, bound before the weights are loaded; uvicorn, until a signal or the engine's end; the process."""
+"""HTTP: uvicorn, until a signal or the engine's end; the process."""
 
 from __future__ import annotations
 
@@ -23,38 +23,14 @@ from dsa_engine.server.app import Server, make_app
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
 from dsa_engine.server.generation import open_counts
-from dsa_engine.server.messages import EngineFacts
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.messages import ENGINE_ENDED, Start
+from dsa_engine.server.options import BACKLOG, SIGNALS, ServerOptions
 from dsa_engine.system.logs import set_up_logging
 
 logger = logging.getLogger(__name__)
-STOP = b"."
-ENGINE_ENDED = 1  # exit status; the process has said so
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-BACKLOG = 2048  # connections that wait for a process to take them
 _SILENT_S = 30  # after which a client that has sent a part of a request, or nothing, is no longer awaited
 _WHOLE_S = 300  # nor one whose request is not whole then: 16 MiB take so long at 0.5 Mbit/s
 _LAST_WORDS_S = 2  # for the events that end streams which outlast the time to finish
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not listening yet; port 0 is any free one."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except BaseException:
-            bound.close()
-            raise
-    except OSError as error:
-        raise OSError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; give another --host or --port"
-        ) from error
-    return bound
 
 
 def url_of(bound: socket.socket) -> str:
@@ -105,7 +81,7 @@ class _Connection(HttpToolsProtocol):
 
 class HttpServer(uvicorn.Server):
     """Serves an engine. On SIGTERM or Ctrl-C running requests have ``shutdown_timeout`` to end; if the engine ends, so
-    does the server, which has then ``failed``. ``bound``: a socket of :func:`bind`."""
+    does the server, which has then ``failed``. ``bound``: a socket of :func:`.options.bind`."""
 
     def __init__(self, server: Server, bound: socket.socket):
         options: dict[str, Any] = {"timeout_graceful_shutdown": server.options.shutdown_timeout}
@@ -127,8 +103,8 @@ class HttpServer(uvicorn.Server):
         super().run([self._bound])
 
     def obey(self, pipe: int) -> None:
-        """Ends the server in order at a :data:`STOP` in a pipe, at once at a second one, and by an error when the
-        process of the engine no longer holds the other end."""
+        """Ends the server in order at a :data:`.messages.STOP` in a pipe, at once at a second one, and by an error
+        when the process of the engine no longer holds the other end."""
         while os.read(pipe, 1):
             self.handle_exit(signal.SIGINT, None)
         error = EngineGone("its process has ended")
@@ -165,22 +141,14 @@ class HttpServer(uvicorn.Server):
         self.app_server.llm.close()
 
 
-class Start(msgspec.Struct):
-    """What a process reads first; the processes of one server are numbered, and share a folder."""
-
-    facts: EngineFacts
-    folder: str
-    options: dict[str, Any]
-    listening: int
-    shared: str
-    number: int
-
-
 def main() -> None:
     """Serves the engine that standard input describes, until the other end of standard input is closed."""
     set_up_logging()
     with open(0, "rb", buffering=0, closefd=False) as given:
         start = msgspec.json.decode(given.readline(), type=Start)
+    if not start.facts.trust_remote_code:  # transformers would import it, which takes a second, and text needs none
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # of that
     for number in SIGNALS:
         signal.signal(number, lambda *_: None)  # uvicorn sends itself the signal again when it has ended
     options = ServerOptions(**start.options)

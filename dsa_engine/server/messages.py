@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import fields
-from typing import Any, Literal, get_origin
+from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 import numpy as np
 
-from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.limits import Add, Capacity
+from dsa_engine.engine.requests.limits import Add, Limits
 from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.outputs import Logprob
 from dsa_engine.parallel.failure import is_transport_error
 from dsa_engine.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from dsa_engine.engine.engine import Engine
+
+ENGINE_ENDED = 1  # exit status of an HTTP process, which has said so
+STOP = b"."  # what its standard input brings after :class:`Start`
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.init)
+_OTHERS = tuple({f.name for f in fields(Add)} - {"id", "prompt_ids", "params", "compiled"})
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
@@ -29,44 +34,43 @@ class EngineFacts(msgspec.Struct, frozen=True):
     default_sampling: dict[str, Any]  # see :class:`dsa_engine.engine.calls.async_calls.AsyncCalls`
     trust_remote_code: bool
     model_type: str
-    vocab_size: int
-    capacity: Capacity
-    max_model_len: int
+    limits: Limits
     max_num_seqs: int
     stream_interval: int
     model: str  # the option as it was given
     pid: int  # the engine's process
     cache: dict[str, str] = {}  # settings of the caches, as metrics show them
     kv_events: dict[str, str] | None = None  # endpoint and topic of the prefix cache's events
-    no_selection: str | None = None  # see :class:`.requests.limits.Limits`
+
+
+class Start(msgspec.Struct):
+    """What a process reads first; the processes of one server are numbered, and share a folder."""
+
+    facts: EngineFacts
+    folder: str
+    options: dict[str, Any]
+    listening: int
+    shared: str
+    number: int
 
 
 class NewRequest(msgspec.Struct, tag=True):
-    """A new request, see :class:`.messages.Add`; ``params`` are the fields of its :class:`SamplingParams`."""
+    """A new request: an :class:`.limits.Add`, its other fields by name, and those of its :class:`SamplingParams`."""
 
     id: int
     prompt_ids: bytes  # int32
     params: dict[str, Any]
-    bad_words: list[list[int]]
-    think_tokens: tuple[int, int] | None
-    arrival: float
-    cache_salt: str | None
-    priority: int
-    delivery: Literal["tokens", "end"]
+    others: dict[str, Any]
 
     @classmethod
     def of(cls, add: Add) -> NewRequest:
         params = {name: getattr(add.params, name) for name in _PARAMS}
-        prompt = array("i", add.prompt_ids).tobytes()
-        ids = add.bad_words, add.think_tokens
-        return cls(add.id, prompt, params, *ids, add.arrival, add.cache_salt, add.priority, add.delivery)
+        others = {name: getattr(add, name) for name in _OTHERS}
+        return cls(add.id, array("i", add.prompt_ids).tobytes(), params, others)
 
     def add(self, number: int) -> Add:
         """The engine's message, with its own number for the request."""
-        params = SamplingParams(**self.params)
-        prompt = array("i", self.prompt_ids)
-        ids = self.bad_words, self.think_tokens
-        return Add(prompt, params, *ids, self.arrival, number, self.cache_salt, self.priority, self.delivery)
+        return Add(array("i", self.prompt_ids), SamplingParams(**self.params), id=number, **self.others)
 
 
 class AbortRequests(msgspec.Struct, tag=True):

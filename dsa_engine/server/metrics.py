@@ -29,10 +29,10 @@ _ENGINE = "0"  # the number of the one engine, which vLLM's dashboards ask for
 class _Latencies(Histogram):
     def observe_all(self, seconds: list[float]) -> None:
         """Observes many times at once, in a tenth of the time."""
-        buckets, counts = np.unique(np.searchsorted(self._upper_bounds, seconds), return_counts=True)
         self._sum.inc(sum(seconds))
-        for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
-            self._buckets[bucket].inc(count)
+        for bucket, count in enumerate(np.bincount(np.searchsorted(self._upper_bounds, seconds)).tolist()):
+            if count:
+                self._buckets[bucket].inc(count)
 
 
 class Metrics:
@@ -152,7 +152,8 @@ class _StateCollector:
 
     def __init__(self, facts: EngineFacts, model_name: str):
         self._labels = [model_name, _ENGINE]
-        pages = {"block_size": str(facts.capacity.page_size), "num_gpu_blocks": str(facts.capacity.pages)}
+        capacity = facts.limits.capacity
+        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(capacity.pages)}
         self._cache = {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 

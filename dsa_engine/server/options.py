@@ -1,7 +1,10 @@
-"""The options of the server, besides the engine's."""
+"""The options of the server, besides the engine's; the socket, bound before the weights are loaded."""
 
 from __future__ import annotations
 
+import signal
+import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +13,8 @@ from dsa_engine.config.checks import Seconds, at_least
 from dsa_engine.config.fields import Options, documented, option
 
 Port = Annotated[int, at_least(0, 65535)]
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+BACKLOG = 2048  # connections that wait for a process to take them
 
 
 @documented
@@ -72,3 +77,19 @@ def read_template(given: str | None) -> str | None:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"chat_template is no template, and no file that can be read: {given!r} ({error})") from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not listening yet; port 0 is any free one."""
+    try:
+        first, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        *kind, _, address = first
+        with ExitStack() as failed:
+            bound = failed.enter_context(socket.socket(*kind))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            failed.pop_all()
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"cannot listen at {host}:{port}: {why}; give another --host or --port") from error
+    return bound

@@ -31,8 +31,9 @@ from dsa_engine.engine.calls.reply import Failure, Reader
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import StepTokens
 from dsa_engine.llm import LLM
-from dsa_engine.server.http import BACKLOG, ENGINE_ENDED, SIGNALS, STOP, Start
 from dsa_engine.server.messages import (
+    ENGINE_ENDED,
+    STOP,
     AbortRequests,
     CacheReset,
     EngineFacts,
@@ -41,10 +42,11 @@ from dsa_engine.server.messages import (
     NewRequest,
     NewTokens,
     ResetCache,
+    Start,
     encode,
     to_engine,
 )
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.options import BACKLOG, SIGNALS, ServerOptions
 
 logger = logging.getLogger(__name__)
 _SILENT_S = 30  # an HTTP process that has said nothing for so long is stopped for good, and killed
@@ -82,16 +84,13 @@ class Relay(Reader):
             default_sampling=llm.default_sampling,
             trust_remote_code=options.trust_remote_code,
             model_type=engine.config.model_type,
-            vocab_size=engine.config.vocab_size,
-            capacity=engine.scheduler.capacity,
-            max_model_len=engine.max_model_len,
+            limits=engine.limits,
             max_num_seqs=options.max_num_seqs,
             stream_interval=options.stream_interval,
             model=str(options.model),
             pid=os.getpid(),
             cache={name: str(getattr(options, name)) for name in ("kv_cache_dtype", "enable_prefix_caching")},
             kv_events=None if events is None else events.where,
-            no_selection=engine.limits.no_selection,
         )
 
     def close(self) -> None:

@@ -229,14 +229,14 @@ def grouped_matmul_fp8(
         ``[R, out]``; gated: codes ``[R, out]`` and scales ``[R, ceil(out / 128)]``. Rows beyond the last end hold
         anything.
     """
-    gated, out_scale = groups.gated, None
+    gated, out_scale, chip = groups.gated, None, chip_of(x)
     out = empty_product(x, weight.flatten(1, -2), groups, torch.float8_e4m3fn if gated else dtype)
     if gated:
         out_scale = torch.empty(out.shape[0], cdiv(out.shape[1], BLOCK), device=x.device)
     launch_grouped(
-        block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, chip_of(x)), x,
+        block_scaled_experts_kernel, config_for(_GATED if gated else _PLAIN, chip), x,
         (x_scale, x_scale.stride(0), weight, weight_scale, out_scale), out.view(torch.uint8) if gated else out, groups,
-        POWER_OF_TWO=power_of_two and gated, CONVERTS=chip_of(x).converts_e4m3,
+        POWER_OF_TWO=power_of_two and gated, CONVERTS=chip.converts_e4m3,
     )  # fmt: skip
     return out if out_scale is None else (out, out_scale)
 

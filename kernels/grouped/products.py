@@ -43,7 +43,10 @@ def fitting(choices: Sequence[Tiles], rows: float) -> Tiles:
     :func:`.launch.batch_invariance` always the second: tiles of another depth add in another order."""
     if is_batch_invariant():
         return choices[1]
-    return next((tiles for tiles in choices if rows <= tiles.rows), choices[-1])
+    for tiles in choices:
+        if rows <= tiles.rows:
+            return tiles
+    return choices[-1]
 
 
 class Groups(NamedTuple):
@@ -170,7 +173,7 @@ def launch_grouped(
         raise ValueError(f"row_ends and source must be int32, not {row_ends.dtype} and {given}")
     if not out.numel():
         return
-    (rows, width), count = out.shape, len(row_ends)
+    (rows, width), count = out.shape, row_ends.shape[0]
     tiles = fitting(choices, (rows if expected is None else expected) / count)
     programs = max_tiles(rows, count, tiles.rows) * cdiv(width * (1 + gated), tiles.columns)
     kernel[(min(programs, tiles.resident * chip_of(x).multiprocessors),)](

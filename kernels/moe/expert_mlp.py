@@ -141,7 +141,7 @@ def expert_mlp(
         IndexError: on a CPU, experts that are not here.
     """
     _check(x, topk_ids, topk_weights, gate_up, down, product, dtype)
-    dtype, count = dtype or x.dtype, len(codes_of(down))
+    dtype, (count, hidden, packed) = dtype or x.dtype, codes_of(down).shape
     if not runs_triton(x):
         topk_ids = local_topk_ids(topk_ids, count, first)
         few = cpu.takes(topk_ids.numel(), _FEW_ROWS_ON_A_CPU * count) and dtype in cpu.TYPES
@@ -156,7 +156,7 @@ def expert_mlp(
         return expert_mlp_reference(x, topk_ids, topk_weights, gate_up, down, product, dtype)
 
     tokens, row_ends, pair_rows = expert_order(topk_ids, count, first)
-    row_bytes = product.copies * (codes_of(down).shape[2] * product.packed + codes_of(down).shape[1]) * dtype.itemsize
+    row_bytes = product.copies * (packed * product.packed + hidden) * dtype.itemsize
     # Nothing is gained by counting where all are local.
     if local_pairs is None and local_fraction < 1 and topk_ids.numel() * row_bytes > uncounted_bytes:
         local_pairs = int(row_ends[-1])

@@ -3,12 +3,14 @@
     row = [token, in its dtype | topk_ids, int32 · k | topk_weights, float32 · k | zeros]
 
 Tokens begin every row and rows are whole 16 bytes, so that the experts read them in the received buffer
-(:func:`tokens_of`, :func:`topk_of`).
+(:func:`unpacked`).
 
 Bits: exact.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import triton.language as tl
@@ -25,11 +27,13 @@ _WORD, _ALIGNED = 4, 16  # bytes
 _COPIED = 1024
 
 
+@lru_cache(maxsize=64)
 def row_words(hidden: int, dtype: torch.dtype, k: int) -> int:
     """Words of a row with a token ``[hidden]`` of ``dtype`` and k experts."""
     return cdiv((token_words(hidden, dtype) + 2 * k) * _WORD, _ALIGNED) * (_ALIGNED // _WORD)
 
 
+@lru_cache(maxsize=64)
 def token_words(hidden: int, dtype: torch.dtype) -> int:
     """Words of a token in a row."""
     return cdiv(hidden * dtype.itemsize, _WORD)
@@ -40,16 +44,11 @@ def tokens_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Te
     return packed.view(dtype)[:, :hidden]
 
 
-def topk_of(packed: torch.Tensor, hidden: int, dtype: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``topk_ids [rows, k]`` and ``topk_weights [rows, k]`` of packed rows: views."""
-    pairs = packed[:, token_words(hidden, dtype) :]
-    return pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
-
-
 def unpacked(packed: torch.Tensor, like: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (width and dtype of ``like``), ``topk_ids`` and ``topk_weights`` of packed rows: views."""
-    hidden, dtype = like.shape[1], like.dtype
-    return tokens_of(packed, hidden, dtype), *topk_of(packed, hidden, dtype, k)
+    pairs = packed[:, token_words(like.shape[1], like.dtype) :]
+    tokens = packed.view(like.dtype)[:, : like.shape[1]]
+    return tokens, pairs[:, :k], pairs[:, k : 2 * k].view(torch.float32)
 
 
 def pack_tokens_reference(
@@ -148,9 +147,8 @@ def pack_tokens(
         return pack_tokens_reference(tokens, topk_ids, topk_weights, source, rows, replicas)
     words, width = token_words(hidden, tokens.dtype), row_words(hidden, tokens.dtype, k)
     packed = torch.empty(rows, width, dtype=torch.int32, device=tokens.device)
-    tokens, topk_ids, topk_weights = (
-        x if x.stride(1) == 1 else x.contiguous() for x in (tokens, topk_ids, topk_weights)
-    )
+    if tokens.stride(1) != 1 or topk_ids.stride(1) != 1 or topk_weights.stride(1) != 1:
+        tokens, topk_ids, topk_weights = tokens.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     padded = words * (_WORD // tokens.dtype.itemsize)
     block = min(_COPIED, next_power_of_2(padded))
     table, first = (None, 0) if replicas is None else (replicas.table.contiguous(), replicas.first)

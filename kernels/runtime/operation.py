@@ -19,6 +19,7 @@ import torch
 
 from dsa_engine.kernels.runtime import launch, libraries
 from dsa_engine.kernels.runtime.difference import Kind, differences
+from dsa_engine.kernels.runtime.kernel import this_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -109,7 +110,7 @@ def operation(
                 return compare(watching, marked, args, kwargs)
             if name in libraries.IN_USE:
                 library = libraries.chosen(name, _first_tensor(*args, *kwargs.values()), args, kwargs)
-                return (library.run if library else run)(*args, **kwargs)
+                return this_thread.as_one(library.run, *args, **kwargs) if library else run(*args, **kwargs)
             return run(*args, **kwargs)
 
         return call

@@ -118,7 +118,7 @@ class Recording:
             return result
         given = {id_of(x): x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         made = tree_leaves(result)
-        if not all(isinstance(x, torch.Tensor) for x in made) or _shapes_by_contents(run, args):
+        if not all(isinstance(x, torch.Tensor) for x in made) or shapes_by_contents(run, args):
             self.refused = self.refused or str(run)
             return result
         fresh = [] if schema.is_mutable else [x for x in made if id_of(x) not in given]
@@ -176,7 +176,7 @@ class _Watch(TorchDispatchMode):
         return self._recording.computed(func, args, kwargs or {})
 
 
-def _shapes_by_contents(run: Any, args: tuple[Any, ...]) -> bool:
+def shapes_by_contents(run: Any, args: tuple[Any, ...]) -> bool:
     """Whether the shape of the result follows from numbers in tensors."""
     if run is torch.ops.aten.index.Tensor:
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])

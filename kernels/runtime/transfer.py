@@ -6,13 +6,18 @@ and to pinned memory it does not, and PyTorch keeps such memory alive until the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from dsa_engine.kernels.runtime.kernel import as_one, this_thread
+
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
+
+_ALIGNED = 64  # bytes
 
 
 def upload(values: torch.Tensor, device: torch.device | str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,6 +29,21 @@ def upload(values: torch.Tensor, device: torch.device | str, out: torch.Tensor |
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True) if out is None else out.copy_(values, non_blocking=True)
+
+
+def upload_together(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """CPU tensors like :func:`upload`, in one copy."""
+    if device.type != "cuda":
+        return [*values]
+    packed = torch.zeros(sum(-(-x.nbytes // _ALIGNED) * _ALIGNED for x in values), dtype=torch.uint8)
+    first, starts = 0, []
+    for x in values:
+        packed[first : first + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        starts.append(first)
+        first += -(-x.nbytes // _ALIGNED) * _ALIGNED
+    there = upload(packed, device)
+    both = zip(values, starts, strict=True)
+    return [there[at : at + x.nbytes].view(x.dtype).view(x.shape) for x, at in both]
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -47,8 +67,13 @@ def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 def download(values: torch.Tensor) -> Callable[[], list[Any]]:
     """Like :func:`to_host`; the values come as nested lists."""
-    read = to_host(values)
-    return lambda: read().tolist()
+    read: Callable[[], list[Any]] = this_thread.as_one(partial, _listed, this_thread.as_one(to_host, values))
+    return read
+
+
+def _listed(read: Callable[[], torch.Tensor]) -> list[Any]:
+    numbers: list[Any] = read().tolist()
+    return numbers
 
 
 class SideStream:
@@ -82,29 +107,23 @@ class SideStream:
         """
         stream, before = self._stream, self._marked if from_mark else self._before
         if stream is None or before is None:
-            result = work()
-            return lambda: result
+            joined: Callable[[], Result] = this_thread.as_one(partial, as_one, _join, None, [], work())
+            return joined
         current, done = torch.cuda.current_stream(), torch.cuda.Event()
         if not from_mark:
-            before.record(current)
-        stream.wait_event(before)  # as recorded now: the event serves again
-        torch.cuda.set_stream(stream)
+            this_thread.as_one(before.record, current)
+        this_thread.as_one(stream.wait_event, before)  # as recorded now: the event serves again
+        this_thread.as_one(torch.cuda.set_stream, stream)
         try:
             result = work()
-            done.record(stream)
+            this_thread.as_one(done.record, stream)
         finally:
-            torch.cuda.set_stream(current)
+            this_thread.as_one(torch.cuda.set_stream, current)
         # No record_stream, which would keep freed memory until a capture ends. The inputs are held until the current
         # stream has waited, so their memory is not reused before. The result's memory belongs to the side stream: its
         # next user there comes after a wait for everything that the current stream was given before, or for a mark.
-        held = list(inputs)
-
-        def join() -> Result:
-            torch.cuda.current_stream().wait_event(done)  # not for the stream, which may have later work
-            held.clear()
-            return result
-
-        return join
+        joined = this_thread.as_one(partial, as_one, _join, done, [*inputs], result)
+        return joined
 
     def relay(
         self, start: Callable[[], Begun], follow: Callable[[Begun], Result], *inputs: torch.Tensor
@@ -122,3 +141,10 @@ class SideStream:
             return self.run(lambda: follow(start()), *inputs)
         begun = start()
         return lambda: follow(begun)
+
+
+def _join(done: torch.cuda.Event | None, held: list[torch.Tensor], result: Result) -> Result:
+    if done is not None:
+        torch.cuda.current_stream().wait_event(done)  # not for the stream, which may have later work
+    held.clear()
+    return result

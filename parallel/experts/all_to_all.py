@@ -13,6 +13,7 @@ for each 128, a power of two. They are added in float32 as before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
 from dsa_engine.kernels.moe.token_ranks import token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.dispatch import (
     CountedDispatcher,
     Dispatch,
@@ -34,6 +36,7 @@ from dsa_engine.parallel.experts.dispatch import (
     Ranks,
     Received,
     Routed,
+    StepSizes,
 )
 from dsa_engine.parallel.experts.placement import ExpertParallel, RecvPlan
 from dsa_engine.parallel.group import Group
@@ -44,12 +47,12 @@ class SendPlan(NamedTuple):
 
     order: Order  # rows sorted by rank and, within one, by token
     ranks: torch.Tensor  # [T, k] int32: rank of every pair, −1 of a pair without an expert
-    counts: torch.Tensor  # [size, 2] int32: rows to each rank, and its pairs in them
+    counts: torch.Tensor | None  # [size, 2] int32: rows to each rank, and its pairs in them; only rounds need them
 
     @classmethod
-    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int) -> SendPlan:
+    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int, counted: bool = True) -> SendPlan:
         """For physical experts ``[T, k]``."""
-        ranks, first, counts = token_ranks(topk_ids, rank_of, size)
+        ranks, first, counts = token_ranks(topk_ids, rank_of, size, counted)
         return cls(expert_order(first, size), ranks, counts)
 
 
@@ -73,6 +76,7 @@ def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
 def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
     """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many pairs each."""
     order, ranks, counts = plan
+    assert counts is not None
     size, device = len(counts), ranks.device
     source = order.tokens[:rows]
     rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
@@ -93,16 +97,13 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
 
 
 class AllToAll(CountedDispatcher):
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
-        wait = experts.counts(plan.counts)
-
-        def counted() -> Dispatch:
-            whole, largest = wait()
-            rounds = rounds_needed(largest, max_pairs, experts.group.size, routed.topk_ids.shape[1])
-            quantized = experts.quantized_sum_bytes is not None
-            return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
-
+        order, ranks, counts = plan
+        assert counts is not None
+        counted: Callable[[], Dispatch] = this_thread.as_one(
+            partial, _counted, experts, routed, step, order, ranks, counts, experts.counts(counts)
+        )
         return counted
 
     def memory(self, sizes: PrefillSizes) -> Memory:
@@ -110,6 +111,16 @@ class AllToAll(CountedDispatcher):
         chunk, (ranks, k) = sizes.chunk or 0, (sizes.ranks, sizes.k)
         rounds = rounds_needed(sizes.pairs, chunk or sizes.pairs, ranks, k)
         return Memory(sizes.tokens * min(ranks, k) * sizes.back, max(chunk, ranks * (k + 1)), rounds, rows=4)
+
+
+def _counted(
+    experts: ExpertParallel, routed: Routed, step: StepSizes, order: Order, ranks: torch.Tensor, counts: torch.Tensor,
+    wait: Callable[[], tuple[RecvPlan, int]],
+) -> Dispatch:  # fmt: skip
+    whole, largest = wait()
+    rounds = rounds_needed(largest, step.max_pairs, experts.group.size, routed.topk_ids.shape[1])
+    quantized = experts.quantized_sum_bytes is not None
+    return send_in_rounds(experts.group, experts, routed, SendPlan(order, ranks, counts), whole, rounds, quantized)
 
 
 def make(mesh: Ranks) -> Dispatcher:
@@ -140,6 +151,8 @@ class AllToAllDispatch(Dispatch):
     """Tokens with physical experts on their way to the ranks of a group, by ``plans``, the sizes of each round, and
     back; for ``source`` and ``pair_rows`` see :class:`Rounds`."""
 
+    rounds = 1
+
     def __init__(
         self,
         group: Group,
@@ -154,23 +167,22 @@ class AllToAllDispatch(Dispatch):
         self._source, self._pair_rows = source, pair_rows
         self._plans, self._quantized_sums = plans, quantized_sums
         self._returned: torch.Tensor | None = None  # [rows, hidden or words]: at most k rows a token, under any routing
-        self._first = [0, *accumulate(sum(plan.send) for plan in plans)]  # first row of each round
-        self._returning: Callable[[], None] = lambda: None
+        self.rounds = len(plans)
+        sends, *_ = zip(*plans, strict=True)
+        self._first = [0, *accumulate(map(sum, sends))]  # first row of each round
+        self._returning: Callable[[], None] | None = None
         self._start(0)
 
-    @property
-    def rounds(self) -> int:
-        return len(self._plans)
-
     def receive(self, number: int) -> Received:
-        self._returning()  # it began before this round's tokens; its sums are freed
-        packed = self._coming()
+        if self._returning is not None:
+            self._returning()  # it began before this round's tokens; its sums are freed
+        wait, packed = self._coming
         del self._coming
+        wait()
         k, pairs = self._routed.topk_ids.shape[1], self._plans[number].local_pairs
         tokens, topk_ids, topk_weights = unpacked(packed, self._routed.tokens, k)
         topk_ids, first = self._experts.received(topk_ids, pairs)
-        fraction = max(1 / k, self._experts.fraction)  # a token comes for one expert at least
-        return Received(tokens, topk_ids, topk_weights, fraction, pairs, first)
+        return Received(tokens, topk_ids, topk_weights, 1.0, pairs, first)  # the pairs are known
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         send, receive, _ = self._plans[number]
@@ -178,14 +190,14 @@ class AllToAllDispatch(Dispatch):
         if self._quantized_sums:
             sums = quantize_tokens(sums, power_of_two=True)
         if self._returned is None:
-            self._returned = sums.new_empty(len(self._source), sums.shape[1])
+            self._returned = sums.new_empty(self._source.shape[0], sums.shape[1])
         into = self._returned[self._first[number] : self._first[number + 1]]
         self._returning = self._group.all_to_all_async(sums.contiguous(), into, receive, send)
         if number + 1 < self.rounds:
             self._start(number + 1)
 
     def combine(self) -> torch.Tensor:
-        assert self._returned is not None
+        assert self._returned is not None and self._returning is not None
         self._returning()
         if self._quantized_sums:
             return combine_codes(self._returned, self._pair_rows, self._hidden, self._dtype)
@@ -196,5 +208,4 @@ class AllToAllDispatch(Dispatch):
         source = self._source[self._first[number] : self._first[number + 1]]
         packed = pack_tokens(*self._routed, source=source)
         into = packed.new_empty(sum(receive), packed.shape[1])
-        wait = self._group.all_to_all_async(packed, into, send, receive)
-        self._coming = lambda: wait() or into
+        self._coming = self._group.all_to_all_async(packed, into, send, receive), into

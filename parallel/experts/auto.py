@@ -26,14 +26,15 @@ from dsa_engine.parallel.experts.traffic import DispatchChoice, RouterShape, Row
 class Auto(Dispatcher):
     """Chooses among ``ways``; of these the last takes the most memory."""
 
-    by_size = True
-
     def __init__(self, choice: DispatchChoice, ways: Mapping[DispatchMethod, Dispatcher], device: torch.device):
         self._choice, self._ways, self._device = choice, ways, device
 
     def for_decode(self) -> Dispatcher:
         """CUDA graphs need static shapes."""
         return self._ways["all_gather"] if self._device.type == "cuda" else self
+
+    def is_new(self, tokens: int) -> bool:
+        return self._choice.is_new(tokens)
 
     def memory(self, sizes: PrefillSizes) -> Memory:
         return [*self._ways.values()][-1].memory(sizes)

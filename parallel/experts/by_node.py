@@ -21,6 +21,9 @@ from functools import partial
 
 import torch
 
+from dsa_engine.kernels.moe.expert_order import Order, expert_order
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAll,
     AllToAllDispatch,
@@ -39,12 +42,14 @@ from dsa_engine.parallel.experts.dispatch import (
     Ranks,
     Received,
     Routed,
+    StepSizes,
 )
 from dsa_engine.parallel.experts.placement import (
     ExpertParallel,
     ExpertPlacement,
     NodeGroups,
     RecvPlan,
+    Way,
     has_two_levels,
     largest_groups,
     peers_of,
@@ -58,9 +63,9 @@ class NodeTables:
     """What a rank looks up on the device. Ranks keep their number of experts when a placement changes, so it stays.
 
     Attributes:
-        peers: int32 ``[physical]``, the rank of this rail that takes this rank's tokens for an expert.
+        there: int32 ``[2, physical]``, an expert's rank, and that of this rail that takes this rank's tokens for it.
         inner: int32 ``[physical]``, the index in this node of an expert's rank, −1 for experts of others.
-        takers: int32 ``[ranks]``, the rank of this node that takes the tokens of each rank.
+        takers: ``[ranks]``, on the host, the rank of this node that takes the tokens of each rank.
         whole: all experts on one rank: along a rail, `topk_ids` keep the numbers of physical experts.
         largest_rail, largest_node: number of ranks in the largest of each, the same on every rank.
     """
@@ -70,11 +75,11 @@ class NodeTables:
         me = groups.rail.ranks[groups.rail.index]
         peers, home = peers_of(me, nodes), nodes[me]
         inner = [groups.node.ranks.index(rank) if rank in groups.node.ranks else -1 for rank in ranks]
-        takers = [peers_of(rank, nodes)[home] for rank in ranks]
-        tables = torch.tensor([[peers[node] for node in nodes], inner, takers], dtype=torch.int32)
+        self.takers = torch.tensor([peers_of(rank, nodes)[home] for rank in ranks])
+        tables = torch.tensor([[peers[node] for node in nodes], inner], dtype=torch.int32)
         by_rank = tables.to(rank_of.device)
-        self.peers, self.inner = by_rank[:2, rank_of.long()].unbind()
-        self.takers = by_rank[2]
+        along, self.inner = by_rank[:, rank_of.long()].unbind()
+        self.there = torch.stack((rank_of, along))
         whole = ExpertPlacement([range(placement.physical)], rank_of.device)
         self.whole = ExpertParallel(Group((me,), 0, None), whole)
         self.largest_rail, self.largest_node = largest_groups(nodes)
@@ -83,35 +88,39 @@ class NodeTables:
 class ByNode(CountedDispatcher):
     def __init__(self, groups: NodeGroups):
         self._groups = groups
-        self._tables: dict[ExpertPlacement, NodeTables] = {}
 
-    def tables(self, placement: ExpertPlacement) -> NodeTables:
-        if placement not in self._tables:
-            self._tables[placement] = NodeTables(self._groups, placement)
-        return self._tables[placement]
-
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
-        groups, tables = self._groups, self.tables(experts.placement)
-        size, k = experts.group.size, routed.topk_ids.shape[1]
-        along = SendPlan.of(routed.topk_ids, tables.peers, size)
-        final = SendPlan.of(routed.topk_ids, experts.placement.rank_of, size)
-        sent = torch.cat((final.counts, along.counts), dim=1)[None]
-        wait = experts.ways(sent, groups, tables.takers)
-
-        def counted() -> Dispatch:
-            ways = wait()
-            rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-            source, pair_rows = along.order.tokens[:rows], along.order.pair_rows
-            if rounds > 1:
-                cut = in_rounds(along, rows, rounds)
-                source, pair_rows, _ = cut
-                ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
-            plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
-            rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
-            inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
-            return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
-
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
+        groups, size = self._groups, experts.group.size
+        if (tables := experts.node_tables) is None:
+            tables = experts.node_tables = NodeTables(groups, experts.placement)
+        # Of the ranks that hold experts, and of those along the rail that take tokens for them.
+        ranks, first, counts = token_ranks(routed.topk_ids, tables.there, size)
+        assert counts is not None
+        wait = experts.ways(counts[None], groups, tables.takers)
+        along = expert_order(first[1], size)
+        counted: Callable[[], Dispatch] = this_thread.as_one(
+            partial, ByNode._counted, self, experts, routed, step, ranks, first, counts, along, wait
+        )
         return counted
+
+    def _counted(
+        self, experts: ExpertParallel, routed: Routed, step: StepSizes, ranks: torch.Tensor, first: torch.Tensor,
+        counts: torch.Tensor, order: Order, wait: Callable[[], list[Way]],
+    ) -> Dispatch:  # fmt: skip
+        groups, tables, ways = self._groups, experts.node_tables, wait()
+        k, max_pairs, size = routed.topk_ids.shape[1], step.max_pairs, experts.group.size
+        rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
+        source, pair_rows = order.tokens[:rows], order.pair_rows
+        if rounds > 1:
+            final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
+            along = SendPlan(order, ranks[1], counts[:, 2:])
+            cut = in_rounds(along, rows, rounds)
+            source, pair_rows, _ = cut
+            ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
+        plans, quantized = [way.along for way in ways], experts.quantized_sum_bytes is not None
+        rail = partial(AllToAllDispatch, groups.rail, tables.whole, routed, source, pair_rows, plans, quantized)
+        inside = [(way.inside, rounds_needed(way.busiest, max_pairs, tables.largest_node, k)) for way in ways]
+        return ByNodeDispatch(groups, experts, tables.inner, rail, inside)
 
     def memory(self, sizes: PrefillSizes) -> Memory:
         """There are the results of a round inside, and the rows along the rail: even routing sends a token to few
@@ -145,6 +154,8 @@ class ByNodeDispatch(Dispatch):
             the same on every rank.
     """
 
+    rounds = 1
+
     def __init__(
         self,
         groups: NodeGroups,
@@ -156,6 +167,7 @@ class ByNodeDispatch(Dispatch):
         self._node, self._back, self._experts = groups.node, groups.back, experts
         self._rank_of, self._inside = inner, inside
         self._rounds = [(outer, inner, count) for outer, (_, count) in enumerate(inside) for inner in range(count)]
+        self.rounds = len(self._rounds)
         self._dispatch: Dispatch | None = None
         if self.rounds > 1:
             self._rail = rail()
@@ -166,14 +178,10 @@ class ByNodeDispatch(Dispatch):
 
         self._passed_on = groups.there.relay(rail, pass_on)  # the rail holds what it reads
 
-    @property
-    def rounds(self) -> int:
-        return len(self._rounds)
-
     def _pass_on(self, number: int, rail: Dispatch) -> Dispatch:
         """Waits for what a round of the rail brings, and starts its dispatch inside the node."""
         brought, (whole, rounds) = Routed(*rail.receive(number)[:3]), self._inside[number]
-        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size)
+        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size, counted=rounds > 1)
         return send_in_rounds(self._node, self._experts, brought, plan, whole, rounds)
 
     def receive(self, number: int) -> Received:

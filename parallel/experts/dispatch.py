@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 
 from dsa_engine.kernels.moe.expert_order import local_topk_ids
+from dsa_engine.kernels.runtime.kernel import call, this_thread
 from dsa_engine.kernels.runtime.transfer import SideStream
 from dsa_engine.parallel.config import ParallelConfig
 from dsa_engine.parallel.experts.placement import ExpertParallel, NodeGroups
@@ -64,7 +64,7 @@ class Dispatch(ABC):
     @property
     @abstractmethod
     def rounds(self) -> int:
-        """Number of rounds; the same on every rank if tokens travel in each. It may wait for the first tokens."""
+        """Number of rounds; the same on every rank if tokens travel in each. Known when the first have come."""
 
     @abstractmethod
     def receive(self, number: int) -> Received:
@@ -130,13 +130,16 @@ class Dispatcher(ABC):
     """A way of tokens to their experts, for all layers of a mesh."""
 
     static_shapes = False  # whether those of a step do not depend on the routing, so that the host need not wait for it
-    by_size = False  # whether what is exchanged depends on the size of a step
 
     def prepare(self, sizes: ModelSizes) -> None:  # noqa: B027
         """Called once, before any layer is made; ``ValueError`` if it does not take such a model here."""
 
     def for_decode(self) -> Dispatcher:
         return self
+
+    def is_new(self, tokens: int) -> bool:
+        """Whether a prefill with so many tokens on a rank would exchange them in a way that none has gone."""
+        return False
 
     def takes_words(self, blockwise: bool) -> bool:
         """Whether tokens may travel as words of codes and scales; ``blockwise``: with a scale for each 128 codes."""
@@ -200,12 +203,17 @@ class NoDispatch(Dispatch):
 
 class OverlappedDispatch(Dispatch):
     """Tokens that travel on the stream ``side`` beside what the main stream is given between the making of the dispatch
-    and :meth:`send`, so that the device has work while the host waits for counts. ``counted``: waits for the counts,
-    which are on their way, and makes the dispatch; it holds what the dispatch reads."""
+    and :meth:`send`, which is added to ``unsent``, so that the device has work while the host waits for counts.
+    ``counted``: waits for the counts, which are on their way, and makes the dispatch; it holds what the dispatch
+    reads."""
 
-    def __init__(self, counted: Callable[[], Dispatch], side: SideStream):
+    rounds = 1
+
+    def __init__(self, counted: Callable[[], Dispatch], side: SideStream, unsent: Sends):
         self._counted, self._side = counted, side
+        self._dispatch: Dispatch
         side.mark()
+        unsent.append(self.send)
 
     def send(self) -> None:
         def work() -> tuple[Dispatch, Received]:
@@ -214,18 +222,18 @@ class OverlappedDispatch(Dispatch):
 
         self._sent = self._side.run(work, from_mark=True)
 
-    @cached_property
-    def rounds(self) -> int:
+    def receive(self, number: int) -> Received:
+        if number:
+            return self._dispatch.receive(number)
+        # Held until sums return: its memory belongs to the side stream, which may be given more.
         self._dispatch, self._first = self._sent()
         del self._sent
-        return self._dispatch.rounds
-
-    def receive(self, number: int) -> Received:
-        return self._dispatch.receive(number) if number else self._first
+        self.rounds = self._dispatch.rounds
+        return self._first
 
     def send_back(self, number: int, sums: torch.Tensor) -> None:
         if number == 0:
-            del self._first  # not before: its memory belongs to the side stream, which may have been given more
+            del self._first
         self._dispatch.send_back(number, sums)
 
     def combine(self) -> torch.Tensor:
@@ -238,14 +246,15 @@ class CountedDispatcher(Dispatcher):
     """A dispatcher of tokens whose counts depend on the routing: ranks exchange these, and the host waits."""
 
     @abstractmethod
-    def count(self, experts: ExpertParallel, routed: Routed, max_pairs: int) -> Callable[[], Dispatch]:
+    def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
         """Starts to exchange counts, of tokens with physical experts; returns a function that waits for them, and sends
-        the tokens of the first round."""
+        the tokens of the first round: made by :func:`.as_one`, for the layers that repeat this one."""
 
     def start(self, experts: ExpertParallel, routed: Routed, step: StepSizes, unsent: Sends | None = None) -> Dispatch:
-        counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step.max_pairs)
-        if unsent is None:
-            return counted()
-        overlapped = OverlappedDispatch(counted, experts.side_stream)
-        unsent.append(overlapped.send)
-        return overlapped
+        counted = self.count(experts, routed._replace(topk_ids=experts.to_physical(routed.topk_ids)), step)
+        started: Dispatch = (
+            this_thread.as_one(call, counted)
+            if unsent is None
+            else this_thread.as_one(OverlappedDispatch, counted, experts.side_stream, unsent)
+        )
+        return started

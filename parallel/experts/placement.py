@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
-from dsa_engine.kernels.runtime.transfer import SideStream, download, upload
+from dsa_engine.kernels.runtime.kernel import this_thread
+from dsa_engine.kernels.runtime.transfer import SideStream, download, to_host, upload
 from dsa_engine.parallel.group import Group
 
 Held = tuple[tuple[int, ...], ...]  # for every rank, its logical experts in the order of its weights
@@ -178,25 +179,21 @@ class Way(NamedTuple):
     brought: int
 
     @classmethod
-    def of(cls, numbers: Sequence[int], groups: NodeGroups) -> Way:
-        """The sizes from one row of :func:`way_numbers`."""
-        size = len(groups.nodes)
-        there, here, passed, taken, local_pairs = (numbers[i * size : (i + 1) * size] for i in range(5))
+    def of(cls, counts: torch.Tensor, rank: int, takers: torch.Tensor, groups: NodeGroups) -> Way:
+        """For ``rank``, of ``counts [from, to, 4]``: :func:`.by_node.counts_in_rounds` of every rank in a round.
+        ``takers``: the rank of this node that takes the tokens of each."""
+        rows, pairs, along, _ = counts.unbind(dim=-1)
+        # Rows inside the node come from the rank that took them off the rail.
+        inside = torch.zeros_like(rows).index_add_(0, takers, rows)
         rail, node = groups.rail.ranks, groups.node.ranks
-        along = RecvPlan([there[r] for r in rail], [here[r] for r in rail], sum(here))
-        inside = RecvPlan([passed[r] for r in node], [taken[r] for r in node], sum(local_pairs))
-        return cls(along, inside, *numbers[5 * size :])
-
-
-def way_numbers(by_pair: torch.Tensor, rank: int, takers: torch.Tensor) -> torch.Tensor:
-    """The numbers of :class:`Way` for ``rank`` in each round: int32 ``[rounds, 5 · size + 2]``. ``by_pair``: int32
-    ``[rounds, from, to, 4]``, :func:`.by_node.counts_in_rounds` of every rank."""
-    rows, local_pairs, along, brought = by_pair.unbind(dim=-1)
-    # Rows inside the node come from the rank that took them off the rail.
-    inside = torch.zeros_like(rows).index_add_(1, takers, rows)
-    largest = [counts.sum(dim=1, dtype=torch.int32).amax(dim=1, keepdim=True) for counts in (local_pairs, brought)]
-    mine = (along[:, rank], along[:, :, rank], inside[:, rank], inside[:, :, rank], local_pairs[:, :, rank])
-    return torch.cat((*mine, *largest), dim=1)
+        there, here, passed, taken = (
+            [row[r] for r in some]
+            for some, numbers in ((rail, along), (node, inside))
+            for row in (numbers[rank].tolist(), numbers[:, rank].tolist())
+        )
+        _, busiest, _, brought = counts.sum(dim=0).amax(dim=0).tolist()
+        plan = RecvPlan(passed, taken, sum(pairs[:, rank].tolist()))
+        return cls(RecvPlan(there, here, sum(here)), plan, busiest, brought)
 
 
 class ExpertParallel:
@@ -209,6 +206,7 @@ class ExpertParallel:
         quantized_sum_bytes: bytes of a sum that travels back as codes and scales, in an all-to-all or along a rail;
             None: sums travel in the tokens' dtype.
         side_stream: the stream of tokens that are sent beside other work.
+        node_tables: what :mod:`.by_node` looks up.
     """
 
     def __init__(self, group: Group, placement: ExpertPlacement):
@@ -218,6 +216,7 @@ class ExpertParallel:
         self.even = False
         self.quantized_sum_bytes: int | None = None
         self.side_stream = SideStream(torch.device("cpu"))
+        self.node_tables: Any = None
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -252,10 +251,7 @@ class ExpertParallel:
         largest = all_ranks[..., 1].sum(dim=0, dtype=torch.int32).amax()
         read = download(torch.cat((sent, all_ranks[:, index], largest.expand(1, 2))))
 
-        def wait() -> tuple[RecvPlan, int]:
-            rows = read()
-            return RecvPlan.of(rows[:size], rows[size:-1]), rows[-1][0]
-
+        wait: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(partial, _plan, read)
         return wait
 
     def plans(self, group: Group, sent: torch.Tensor) -> list[RecvPlan]:
@@ -268,12 +264,9 @@ class ExpertParallel:
     def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
         """Tells every rank what comes to it along its rail and inside its node, in every round along the rail; returns
         a function that waits. ``sent``: int32 ``[rounds, size, 4]`` (:func:`.by_node.counts_in_rounds`)."""
-        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape).transpose(0, 1)
-        read = download(way_numbers(by_pair, self.group.index, takers))
-
-        def wait() -> list[Way]:
-            return [Way.of(row, groups) for row in read()]
-
+        by_pair = self.group.all_gather(sent).view(self.group.size, *sent.shape)
+        read = this_thread.as_one(to_host, by_pair)
+        wait: Callable[[], list[Way]] = this_thread.as_one(partial, _ways, read, self.group.index, takers, groups)
         return wait
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
@@ -282,3 +275,13 @@ class ExpertParallel:
         if missing := -len(local_ids) % together:
             local_ids = F.pad(local_ids, (0, 0, 0, missing), value=-1)
         return download((local_ids.view(-1, together * local_ids.shape[1]) >= 0).sum(dim=1))()
+
+
+def _plan(read: Callable[[], list[list[int]]]) -> tuple[RecvPlan, int]:
+    *rows, largest = read()
+    size = len(rows) // 2
+    return RecvPlan.of(rows[:size], rows[size:]), largest[0]
+
+
+def _ways(read: Callable[[], torch.Tensor], rank: int, takers: torch.Tensor, groups: NodeGroups) -> list[Way]:
+    return [Way.of(counts, rank, takers, groups) for counts in read().unbind(dim=1)]

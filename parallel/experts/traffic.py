@@ -102,20 +102,26 @@ class DispatchChoice:
         meet on a rank than a round may have pairs, so that it takes no more memory than the others may."""
         key = 1 << max(0, tokens - 1).bit_length(), max_pairs, row, routing
         if key not in self._chosen:
-            self._chosen[key] = self._choose(*key)
+            seconds = self._ranked(*key)
+            best = self._chosen[key] = next(iter(seconds))
+            if self._logs:
+                times = ", ".join(f"{method} {1e6 * one:.0f} µs" for method, one in seconds.items())
+                logger.info("dispatch of at most %s tokens a rank: %s (modelled: %s)", f"{key[0]:,}", best, times)
         return self._chosen[key]
+
+    def is_new(self, tokens: int) -> bool:
+        """Whether a step with so many tokens on a rank would take a dispatch that none has, in the layers so far."""
+        layers, size = {key[1:] for key in self._chosen}, 1 << max(0, tokens - 1).bit_length()
+        return any(next(iter(self._ranked(size, *layer))) not in self._chosen.values() for layer in layers)
 
     def seconds(self, tokens: int, row: RowBytes, routing: RouterShape) -> dict[DispatchMethod, float]:
         """Modelled seconds of each dispatch on the way to experts and back."""
         sizes = tokens, self._ranks, self._nodes
         return {method: exchange(method, *sizes, row, routing, self._links) for method in self._methods}
 
-    def _choose(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> DispatchMethod:
+    def _ranked(self, tokens: int, max_pairs: int, row: RowBytes, routing: RouterShape) -> dict[DispatchMethod, float]:
+        """Modelled seconds of each dispatch that a step may take, the shortest first."""
         seconds = self.seconds(tokens, row, routing)
         if tokens * self._ranks > max_pairs:
             del seconds["all_gather"]
-        best = min(seconds, key=lambda method: seconds[method])
-        if self._logs:
-            times = ", ".join(f"{method} {1e6 * one:.0f} µs" for method, one in seconds.items())
-            logger.info("dispatch of at most %s tokens a rank: %s (modelled: %s)", f"{tokens:,}", best, times)
-        return best
+        return dict(sorted(seconds.items(), key=lambda one: one[1]))

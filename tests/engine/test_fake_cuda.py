@@ -61,7 +61,7 @@ def test_a_step(fake_engine: Callable[..., Any], model: str, world: int, quantiz
         engine = fake_engine(device, model, world, quantization=quantization)
         added = prefill(device, engine, min(8192 * world, 131_072))
         sparse = 2  # layers with experts
-        assert device.waits == ["event in placement.py:wait"] * (sparse if world > 1 else 0)
+        assert device.waits == ["event in placement.py:_plan"] * (sparse if world > 1 else 0)
         multiplied = {dtype for launch in device.launches for dtype in launch.dtypes}
         assert multiplied == {torch.bfloat16}, "float32 has no tensor cores; gate and index weights sum in it"
         names = {launch.name for launch in device.launches}
@@ -110,7 +110,7 @@ def test_micro_batches(fake_engine: Callable[..., Any]) -> None:
             options = {"quantization": "dequantize", "enable_dbo": enabled}
             engine = fake_engine(device, "deepseek_v32", 8, **options)
             added = prefill(device, engine, 65_536)
-            assert device.waits == ["event in placement.py:wait"] * (4 if enabled else 2)
+            assert device.waits == ["event in placement.py:_plan"] * (4 if enabled else 2)
             exchanges = 2 * (1 + enabled)  # layers with experts, micro-batches
             assert device.count("collective", "all_to_all") == 2 * exchanges, "tokens, sums"
             add_filled(engine, 16, 100_000, GREEDY)
@@ -229,7 +229,7 @@ def test_micro_batches_by_node(fake_engine: Callable[..., Any], enabled: bool) -
         engine = fake_engine(device, "deepseek_v32", 8, parallel, quantization="dequantize", enable_dbo=enabled)
         prefill(device, engine, 65_536)
         micro_batches = 1 + enabled
-        assert device.waits == ["event in placement.py:wait"] * 2 * micro_batches
+        assert device.waits == ["event in placement.py:_ways"] * 2 * micro_batches
         groups = engine.mesh.node_groups
         assert groups is not None
         rail, node = (device.stream_of(group.ranks, group.communicator).number for group in (groups.rail, groups.node))

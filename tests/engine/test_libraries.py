@@ -63,7 +63,7 @@ def test_a_prefill_and_a_decode(
             libraries.use(names if used else {})
             calls.clear()
             prefill_once(device, engine, 8192 * world)
-            assert device.waits == ["event in placement.py:wait"] * (2 if world > 1 else 0)
+            assert device.waits == ["event in placement.py:_plan"] * (2 if world > 1 else 0)
             prefill = Counter(call.__name__ for call, _, _ in calls)
             calls.clear()
             add_filled(engine, world, 100_000, GREEDY)

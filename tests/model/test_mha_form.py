@@ -34,7 +34,7 @@ def test_memory_stays_within_the_workspace(
         engine.cache.fill_random(list(range(requests * pages)), seed=1)
         tables = torch.arange(requests * pages, dtype=torch.int32).view(requests, pages)
         segments = [Segment(i * rows, rows, i, sees - rows) for i in range(requests)]
-        batch: Any = SimpleNamespace(mha=MHASegments.of(segments, tables, page_size, CPU), mha_rows=requests * rows)
+        batch: Any = SimpleNamespace(mha=MHASegments.of(segments, tables, page_size), mha_rows=requests * rows)
         attention = engine.model.layers[0].attention
         g = torch.Generator().manual_seed(0)
         q = torch.randn(requests * rows, engine.config.num_attention_heads, engine.config.qk_head_dim, generator=g)

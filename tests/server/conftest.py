@@ -17,8 +17,8 @@ import pytest
 from dsa_engine import LLM
 from dsa_engine.server.app import Server
 from dsa_engine.server.client import EngineClient
-from dsa_engine.server.http import HttpServer, bind
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.http import HttpServer
+from dsa_engine.server.options import ServerOptions, bind
 from dsa_engine.server.process import Relay
 
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import routing
 
 from dsa_engine import LLM
 from dsa_engine.server import errors, http
-from dsa_engine.server.http import bind, hosts_of
+from dsa_engine.server.http import hosts_of
+from dsa_engine.server.options import bind
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}
 JSON = {"Content-Type": "application/json"}
@@ -58,6 +60,22 @@ def test_a_text_of_too_many_bytes_is_not_encoded(server: Any, monkeypatch: pytes
     body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     message = server.refused(path, **body)
     assert "length is 2048 tokens" in message and "at most 43008" in message and "raise max_model_len" in message
+
+
+def test_a_body_that_is_right_goes_straight(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not FastAPI's way to a function; without a thread if it is short and has no grammar. Any other is FastAPI's."""
+    ways, threads, app = [], [], server.http.app_server
+    solve, form = routing.solve_dependencies, app.form
+    monkeypatch.setattr(routing, "solve_dependencies", lambda **given: (ways.append(given["body"]), solve(**given))[1])
+    name = lambda: threading.current_thread().name.partition("_")[0]  # noqa: E731
+    monkeypatch.setattr(app, "form", lambda asked: (threads.append(name()), form(asked))[1])
+    server.complete([5], max_tokens=1)
+    server.complete([5], max_tokens=1, guided_regex="[ab]")
+    server.complete([5] * 500, max_tokens=1)
+    assert not ways and [name == "asyncio" for name in threads] == [False, True, True]
+    assert "not 'x'" in server.refused("/v1/completions", stream="x") and ways == [{"stream": "x"}]
+    typed = server.post("/v1/completions", content=b'{"prompt": [5]}', headers={"Content-Type": "a/json; charset=b"})
+    assert typed.status_code == 415
 
 
 def test_few_long_bodies_are_encoded_at_once(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from dsa_engine.engine.requests.limits import Add
 from dsa_engine.server import process
 from dsa_engine.server.client import EngineClient
 from dsa_engine.server.errors import EngineError, EngineGone
-from dsa_engine.server.http import bind, url_of
+from dsa_engine.server.http import url_of
 from dsa_engine.server.messages import NewRequest, encode, from_engine
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.options import ServerOptions, bind
 from dsa_engine.server.process import Relay, serve
 
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.0)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.server.http import bind, url_of
+from dsa_engine.server.http import url_of
 from dsa_engine.server.messages import NewRequest
-from dsa_engine.server.options import ServerOptions
+from dsa_engine.server.options import ServerOptions, bind
 from dsa_engine.server.process import HttpProcesses, Relay
 
 LONG = {"prompt": [5, 6], "max_tokens": 190, "ignore_eos": True}

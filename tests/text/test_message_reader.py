@@ -299,23 +299,22 @@ def test_schemas_that_say_string_in_other_words(schema: dict[str, Any]) -> None:
 
 def test_pieces_come_as_early_as_they_are_certain() -> None:
     reader = MessageReader(Thought.OPEN, call_form("deepseek_v32"), TOOLS)
-    assert reader.push("I th") == [MessageDelta(reasoning="I th")]
-    assert reader.push("ink.</thi") == [MessageDelta(reasoning="ink.")]
-    assert reader.push("nk>Yes\n") == [MessageDelta(content="Yes")], "the newline may belong to calls"
+    assert reader.push("I th") == [MessageDelta("reasoning", "I th")]
+    assert reader.push("ink.</thi") == [MessageDelta("reasoning", "ink.")]
+    assert reader.push("nk>Yes\n") == [MessageDelta("content", "Yes")], "the newline may belong to calls"
     assert reader.push(f"\n<{TAG}function_calls>\n<{TAG}invoke name=") == []
     ((delta,),) = [reader.push(f'"f">\n<{TAG}parameter name="a" string="true">x"')]
-    (call,) = delta.tool_calls
-    assert (call.index, call.name, call.arguments) == (0, "f", '{"a": "x\\"') and call.id
+    assert (delta.number, delta.name, delta.text) == (0, "f", '{"a": "x\\"') and delta.id
     ((delta,),) = [reader.push("y</")]
-    assert [(c.index, c.id, c.name, c.arguments) for c in delta.tool_calls] == [(0, None, None, "y")]
+    assert delta == MessageDelta("call", "y")
     ((delta,),) = [reader.push(f"{TAG}parameter>\n</{TAG}invoke>\n<{TAG}invoke")]
-    assert [c.arguments for c in delta.tool_calls] == ['"}']
+    assert delta == MessageDelta("call", '"}')
     ((delta,),) = [reader.push(f' name="g">\n</{TAG}invoke>')]
-    assert [(c.index, c.name, c.arguments) for c in delta.tool_calls] == [(1, "g", "{}")]
+    assert (delta.number, delta.name, delta.text) == (1, "g", "{}")
     assert reader.finish() == [] and reader.finish() == []
     reader = MessageReader(Thought.NONE, call_form("deepseek_v31"), TOOLS)
     pieces = deltas_of(reader, ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>", '{"a"', ": 5", "5}"])
-    assert [delta.tool_calls[0].arguments for delta in pieces] == ['{"a"', ": 5", "5}"]
+    assert [delta.text for delta in pieces] == ['{"a"', ": 5", "5}"]
 
 
 def test_a_name_has_an_end() -> None:

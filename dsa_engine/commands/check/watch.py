@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,23 +34,26 @@ class Watch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Collects what the steps within compute."""
-        handles, hooks = [], self._engine.runner.hooks
+        hooks, watched = self._engine.runner.hooks, list[Any]()
         hooks.append(self._begin)
+
+        def watch(part: Any, seen: Callable[..., Any]) -> None:
+            part.forward = partial(seen, part.forward)  # not a hook of PyTorch: layers are not run by `Module.__call__`
+            watched.append(part)
+
         try:
             for number in self._layers:
                 layer: Any = self._engine.model.layers[number]
-                handles.append(layer.register_forward_pre_hook(self._before))
-                handles.append(layer.attention.register_forward_hook(self._attended))
-                fed = layer.mlp if layer.moe is None else layer.moe
-                handles.append(fed.register_forward_hook(lambda _, __, out, number=number: self._fed(number, out)))
+                watch(layer, partial(self._before, number))
+                watch(layer.attention, partial(self._attended, number))
+                watch(layer.mlp if layer.moe is None else layer.moe, partial(self._fed, number))
                 if layer.moe is not None:
-                    hook = partial(self._routed, number)
-                    handles.append(layer.moe.router.register_forward_hook(hook))
+                    watch(layer.moe.router, partial(self._routed, number))
             yield
         finally:
             hooks.remove(self._begin)
-            for handle in handles:
-                handle.remove()
+            for part in watched:
+                del part.forward
 
     def take(self) -> Rows:
         """The rows of all ranks since the last call; every rank calls it."""
@@ -63,29 +66,36 @@ class Watch:
     def _begin(self, plan: StepPlan) -> None:
         self._plan, self._step = plan, self._step + 1
 
-    def _before(self, layer: Any, args: tuple[Any, ...]) -> None:
-        delta, residual, *_ = args
+    def _before(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
+        delta, residual, *_ = given
         h = sum((part.float() for part in (*delta, residual) if part is not None), torch.zeros(()))
-        self._collect("h", layer.attention.layer, h.to(self._engine.dtype))
+        self._collect("h", layer, h.to(self._engine.dtype))
+        return forward(*given)
 
-    def _attended(self, attention: Any, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        self._collect("attended", attention.layer, out[0])
+    def _attended(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
+        out = forward(*given)
+        self._collect("attended", layer, out[0])
         if out[1] is not None:
-            self._collect("chosen", attention.layer, out[1], first=args[1].first_sparse)
+            self._collect("chosen", layer, out[1], first=given[1].first_sparse)
+        return out
 
-    def _routed(self, layer: int, _: Any, __: Any, chosen: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _routed(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
+        chosen = forward(*given)
         self._collect("experts", layer, chosen[0])
+        return chosen
 
-    def _fed(self, layer: int, out: torch.Tensor | Generator[str, None, list[torch.Tensor]]) -> Any:
+    def _fed(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
+        out = forward(*given)
         if isinstance(out, torch.Tensor):
-            return self._collect("fed", layer, out)
+            self._collect("fed", layer, out)
+            return out
 
-        def watched() -> Generator[str, None, list[torch.Tensor]]:
-            parts = yield from out
-            self._collect("fed", layer, torch.stack([part.float() for part in parts]).sum(0))
-            return parts
+        def parts() -> Generator[str, None, list[torch.Tensor]]:
+            of_experts = yield from out
+            self._collect("fed", layer, torch.stack([part.float() for part in of_experts]).sum(0))
+            return of_experts
 
-        return watched()
+        return parts()
 
     def _collect(self, kind: str, layer: int, x: torch.Tensor, first: int = 0) -> None:
         own, size = self._plan.own, self._engine.cache.page_size

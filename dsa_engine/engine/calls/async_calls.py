@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -110,7 +111,7 @@ class AsyncCalls:
         ``generation_config`` says otherwise."""
         return SamplingParams(**self.default_sampling)
 
-    @property
+    @cached_property
     def has_tokenizer(self) -> bool:
         return Tokenizer.lies_in(self.folder)
 

@@ -16,15 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dsa_engine.engine.calls.jobs import Job, Run
 from dsa_engine.engine.calls.reply import Failure, Inbox, Reader, Reply
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.engine.requests.samples import Ended, StepTokens
 from dsa_engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the HTTP processes need no PyTorch, here and in what this imports
+    import torch
 
 CLOSED = "the LLM has been closed; make another one"
 _TICK_S = 0.2  # seconds between two updates of a progress bar

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
-from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsa_engine.engine.engine import Engine
 
 Job = Literal["prefill", "prompt_logits", "reset_prefix_cache", "wait"]
 
@@ -30,6 +32,8 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
     """Computes a chunk of a prompt at each ``next``, and returns float32 CPU logits: of a "prefill" ``[vocab]`` after
     the last token, of "prompt_logits" ``[len, vocab]`` at every position. The prompt's pages are free when the job ends
     or is closed."""
+    import torch
+
     engine.check_idle()
     prompt, logits = run.prompt_ids, torch.empty(0)
     if run.job == "reset_prefix_cache":

@@ -87,7 +87,6 @@ class Decoding:
         self._tokens = np.empty((0, _BUFFERED + (num_drafts := self._num_drafts)), np.int64)
         self._buffered = np.empty(0, np.int64)  # number of tokens in each
         self._accepted = np.empty((0, num_drafts + 1, num_drafts + 1), np.int64)  # [slot, offered, accepted]: steps
-        self._rates = np.empty((0, num_drafts))  # [slot, j]: fraction of its steps that accept the first 1 + j drafts
         self._free_slots: list[int] = []
         self.num_taken = 0  # tokens read so far, without those that `take` returned
         self._changed()
@@ -141,9 +140,8 @@ class Decoding:
             "direct": request.owner == self._rank or request.tracked,
             "streamed": request.delivery == "tokens",
             "fresh": request.first_token_at is None,
-            "slot": (slot := self._slot()),
+            "slot": self._slot(),
         }
-        self._rates[slot] = self.draft_number.accepted
         row = self._row(request)
         self._cells = np.insert(self._cells, row, [cells[name] for name in Table._fields], axis=1)
         self._by_form = np.insert(self._by_form, row, 0, axis=1)
@@ -175,7 +173,6 @@ class Decoding:
                 np.concatenate((old, np.zeros((more, *old.shape[1:]), np.int64)))
                 for old in (self._tokens, self._buffered, self._accepted)
             )
-            self._rates = np.concatenate((self._rates, np.zeros((more, self._num_drafts))))
         return self._free_slots.pop()
 
     def _flush(self, row: int) -> None:
@@ -204,10 +201,10 @@ class Decoding:
         """Gives requests the pages that they lack for their next step: for their tokens, for the drafts that it
         verifies, and for those that it makes but for the last. ``give`` is called with a request and the number of
         pages that it lacks, and returns whether there are so many. Returns the requests that got none."""
-        table, drafts = self.table, self._num_drafts
+        table, number = self.table, self.draft_number.number
         needed = table.length
-        if drafts:
-            wanted = np.minimum(table.length + drafts + drafts - 1, table.limit - 1)
+        if number or self._planned:  # otherwise no token is unverified
+            wanted = np.minimum(table.length + 2 * number - 1, table.limit - 1)
             needed = np.maximum(table.length - table.unverified, wanted)
         lacks = -(-needed // self._page_size) - table.pages
         if not (lacks > 0).any():
@@ -267,7 +264,7 @@ class Decoding:
             self._by_form[:, rows] += rows_by_form[at].T
         table.length[rows] += counts
         table.unread[rows] += counts
-        if self._num_drafts:
+        if self._planned:
             table.unverified[rows] += counts - 1
         own = (table.owner[rows] == self._rank).nonzero()[0]
         first = samples.indices[at][own].tolist()
@@ -294,18 +291,19 @@ class Decoding:
             self._made = max(self._made, made := tokens.shape[1] - 1)
             table.drafts[rows] = room.clip(0, made)
             ending &= np.arange(tokens.shape[1]) <= accepted[:, None]
-        elif self._num_drafts:
+        elif self._made:
             table.drafts[rows] = 0
         is_full = table.length[rows] - table.unread[rows] >= table.limit[rows]
         chosen = is_full | ending.any(axis=1) | (table.direct[rows] > 0)
         now = time.perf_counter()
         if self.draft_number.watches and len(read.samples.keys):
-            self.draft_number.read(read.num_drafts, int(read.samples.numbers.max()) + 1)
+            self.draft_number.read(read.num_drafts, read.samples.max_requests)
         if self.draft_number.adapts and read.accepted is not None:
-            self._learn(table.slot[rows], offered, accepted)
+            self.draft_number.learn(offered, accepted)
         for row in self._all[rows][(table.fresh[rows] > 0) & (tokens[:, 0] >= 0)].tolist():
             self.requests[row].first_token_at = now
         table.fresh[rows] = 0
+        streamed, scored = table.streamed[rows] > 0, table.logprobs[rows] >= 0
         streams = [
             StepTokens(
                 now,
@@ -315,7 +313,7 @@ class Decoding:
                 read.logprobs_of(_chosen(at, numbers)) if wants else None,
                 [],
             )
-            for wants, numbers in enumerate(self._streams(rows))
+            for wants, numbers in enumerate((streamed & ~scored).nonzero() + (streamed & scored).nonzero())
             if len(numbers)
         ]
         numbers, others = chosen.nonzero()[0], (~chosen).nonzero()[0]
@@ -324,12 +322,6 @@ class Decoding:
         columns = (_chosen(rows, numbers), _chosen(at, numbers), 1 + accepted[numbers])
         of_each = zip(*(column.tolist() for column in columns), strict=True)
         return [self._taken(row, number, count, read) for row, number, count in of_each], streams
-
-    def _streams(self, rows: slice | Ints) -> tuple[Ints, Ints]:
-        """Which of these rows callers here get: those without log-probabilities, and those with."""
-        table = self.table
-        streamed, wants = table.streamed[rows] > 0, table.logprobs[rows] >= 0
-        return (streamed & ~wants).nonzero()[0], (streamed & wants).nonzero()[0]
 
     def _taken(self, row: int, number: int, count: int, read: ReadSamples) -> RequestTokens:
         """The ``count`` tokens of request ``number`` of a step, in this row."""
@@ -346,21 +338,6 @@ class Decoding:
             request.drafts = read.drafts[number, : self.table.drafts[row]].tolist()
             result = DraftResult(int(read.offered[number]), count - 1)
         return RequestTokens(request, tokens, result, logprobs)
-
-    def adapt(self, samples: Samples) -> None:
-        """Chooses the number of drafts of the step after one of these requests, which has been launched."""
-        if self.draft_number.adapts:
-            self.draft_number.launched(
-                lambda: int(samples.numbers.max()) + 1, lambda: self._rates[self.table.slot].mean(axis=0)
-            )
-
-    def _learn(self, slots: Ints, offered: Ints, accepted: Ints) -> None:
-        """Counts accepted drafts: of each request, the last 16 steps or so, and of all."""
-        number, of_all = np.arange(self._num_drafts), self.draft_number.accepted
-        known, right = number < offered[:, None], number < accepted[:, None]
-        self._rates[slots] += known * (right - self._rates[slots]) / 16
-        count = known.sum(axis=0)
-        of_all += (1 - (63 / 64) ** count) * (right.sum(axis=0) / count.clip(min=1) - of_all)
 
     def _buffer(self, rows: Ints, tokens: Ints, offered: Ints, accepted: Ints) -> None:
         """Keeps the first ``1 + accepted`` tokens of each row."""

@@ -6,7 +6,8 @@ tokens a second, E(c) / T(c), is taken. Acceptance is known on every rank from t
 (``Decoding``); times are those of rank 0's clock, gathered when a trial ends, so that all ranks choose alike.
 
 Now and then another number is tried for some steps, as only this shows what it brings now: as often as trials cost
-about one step of 400, and each number once without a price. A step without drafts is the step of an engine without
+about one step of 400. Without a price numbers are tried 1, 2, 4, 8 choices after the first one for so many requests,
+and after they were the best, so that an error does not last. A step without drafts is the step of an engine without
 modules: their cache rows stay what they were, and later drafts see them, which changes what is accepted and no token.
 A change of the number takes effect when no step is in flight.
 """
@@ -17,18 +18,23 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 TRIAL = 4  # steps
-BETWEEN = 16  # steps between two choices
+BETWEEN = 16  # steps between two choices, without those of a trial
+WATCHED = 3  # the last of these, whose times count
 FRACTION = 1 / 400  # of all steps, that trials may cost
+_QUIET = BETWEEN - WATCHED
 _GAIN = 1.01  # for less the number stays
-_MAX_SPARE = 64.0  # steps
+_LEAST_COST, _UNKNOWN_COST = 0.5, 2.0 * TRIAL  # of a trial, in steps
+_DOUBTED = 8  # choices between two trials
 
 
 def choices_up_to(limit: int) -> tuple[int, ...]:
@@ -44,15 +50,24 @@ def best_of(choices: Sequence[int], accepted: Floats, times: Floats, now: int) -
         times: of a step with each of ``choices``; nan if not measured.
     """
     values = tokens_of(choices, accepted) / times
-    if np.isnan(values).all():
-        return now
-    best, current = choices[int(np.nanargmax(values))], values[choices.index(now)]
-    return now if not np.isnan(current) and np.nanmax(values) < _GAIN * current else best
+    values[choices.index(now)] *= _GAIN
+    return now if np.isnan(values).all() else choices[int(np.nanargmax(values))]
 
 
 def tokens_of(choices: Sequence[int], accepted: Floats) -> Floats:
     """Tokens that a step with each of ``choices`` brings a request."""
     return 1 + np.concatenate(([0.0], accepted.cumsum()))[list(choices)]
+
+
+@dataclass
+class _Size:
+    """What is known of steps with about so many requests."""
+
+    times: Floats  # with each number; nan if not measured
+    best: int
+    turn: int  # choices so far
+    doubted: dict[int, int]  # since which of them each number may be tried without a price, for a time
+    tried: dict[int, int]  # that of the last trial of each
 
 
 class DraftNumber:
@@ -61,23 +76,24 @@ class DraftNumber:
 
     def __init__(self, choices: Sequence[int]):
         self.choices = tuple(choices)
-        self.number = self._best = self.choices[-1]
-        self.due = self.watches = False
+        self.adapts = len(self.choices) > 1
+        self.number = self.choices[-1]
+        self.due = self.watches = self._tries = False
         self.clock = time.perf_counter
-        self.accepted = 0.5 ** np.arange(1.0, self.choices[-1] + 1)  # of all requests so far, see ``best_of``
-        self._size = 0
-        self._times: dict[int, Floats] = {}  # by size, of each choice; the same on all ranks
+        self.accepted = 0.5 ** np.arange(1.0, self.choices[-1] + 1)  # of about 64 steps of a request, see ``best_of``
+        self._left = _QUIET if self.adapts else 0  # steps until something changes; never if it is 0
+        self._sizes: dict[int, _Size] = {}  # the same on all ranks
+        self._size = 0  # that of the last choice
+        # The last times on this rank, by size and number.
+        self._own: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=WATCHED))
         self._read_at, self._read_number = 0.0, -1
-        self._own: dict[tuple[int, int], deque[float]] = defaultdict(
-            lambda: deque(maxlen=TRIAL - 1)
-        )  # by size and number
-        self._tried: dict[tuple[int, int], int] = {}  # the step of the last trial, by size and number
-        self._step = self._left = 0
-        self._spare = 0.0
 
-    @property
-    def adapts(self) -> bool:
-        return len(self.choices) > 1
+    def learn(self, offered: Ints, accepted: Ints) -> None:
+        """Counts the drafts that a step has accepted of those of each request."""
+        number = np.arange(len(self.accepted))
+        known, right = number < offered[:, None], number < accepted[:, None]
+        count = known.sum(axis=0)
+        self.accepted += (1 - (63 / 64) ** count) * (right.sum(axis=0) / count.clip(min=1) - self.accepted)
 
     def read(self, number: int | None, requests: int) -> None:
         """Measures a step that has been read: ``number`` of its drafts, None if it has prefilled, and of the requests
@@ -87,53 +103,62 @@ class DraftNumber:
             self._own[size_of(requests), number].append(now - self._read_at)
         self._read_at, self._read_number = now, -1 if number is None else number
 
-    def launched(self, requests: Callable[[], int], accepted: Callable[[], Floats]) -> None:
-        """Counts a decode step, of so many requests of the fullest rank, and chooses the number of the next one. Of
-        sixteen steps three are watched, and all of a trial, so that most cost hardly more than without a choice."""
-        self._step += 1
-        turn = self._step % BETWEEN
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                self.number, self.due = self._best, True
-        elif turn == 0:
-            self._spare, self._size = min(_MAX_SPARE, self._spare + BETWEEN * FRACTION), size_of(requests())
-            self._choose(accepted())
-        elif turn == BETWEEN - 3:
-            self._read_number = -1
-        self.watches = self._left > 0 or turn >= BETWEEN - 3
+    def launched(self) -> bool:
+        """Counts a decode step; returns whether :meth:`choose` is to be called. Most steps are counted and no more."""
+        self._left -= 1
+        if self._left != 0:
+            return False
+        if self._tries:  # the last steps of the trial are still to be read
+            self.number, self.due, self._tries, self._left = self._sizes[self._size].best, True, False, _QUIET
+        elif not self.watches:
+            self.watches, self._left, self._read_number = True, WATCHED, -1
+        else:
+            return True
+        return False
 
-    def _choose(self, accepted: Floats) -> None:
-        times = self._times.get(self._size)
-        if times is not None:
-            self.number = self._best = best_of(self.choices, accepted, times, self._best)
-        others = [number for number in self.choices if number != self._best]
-        number = min(others, key=lambda one: self._tried.get((self._size, one), -1))
-        cost = self._cost(number, accepted, times)
-        if cost <= self._spare:
-            self._spare -= max(0.0, cost)
-            self._tried[self._size, number] = self._step
-            self.number, self._left = number, TRIAL
+    def choose(self, requests: int) -> None:
+        """Chooses the number of the next steps, for so many requests of the fullest rank: the best one if another was
+        the best before, so that it is measured; otherwise perhaps one to be tried."""
+        self._size = size_of(requests)
+        if (size := self._sizes.get(self._size)) is None:
+            never, now = np.full(len(self.choices), math.nan), dict.fromkeys(self.choices, 1)
+            size = self._sizes[self._size] = _Size(never, self.number, 0, now, {**now})
+        size.turn += 1
+        if (best := best_of(self.choices, self.accepted, size.times, size.best)) != size.best:
+            size.doubted[size.best] = size.tried[size.best] = size.turn
+            size.best = best
+        number = self._to_try(size) if best == self.number else None
+        self._tries = self.watches = number is not None
+        self.number, self._left = (best, _QUIET) if number is None else (number, TRIAL)
 
-    def _cost(self, number: int, accepted: Floats, times: Floats | None) -> float:
-        """What a trial costs, in steps with the best number: those of its rows that find no drafts count too."""
-        one, best = self.choices.index(number), self.choices.index(self._best)
-        if times is None or np.isnan(times[[one, best]]).any():
-            return 0.0 if (self._size, number) not in self._tried else _MAX_SPARE / 2
-        tokens = tokens_of(self.choices, accepted)
-        brought = (TRIAL - 1) * tokens[one] + 2 * min(tokens[one], tokens[best])
-        return float(TRIAL * times[one] / times[best] + 1 - brought / tokens[best])
+    def _to_try(self, size: _Size) -> int | None:
+        """Of the numbers that may be tried now the one whose last trial is the longest ago."""
+        spared = BETWEEN * FRACTION / (len(self.choices) - 1)  # steps, for each number by each choice
+        for number in sorted(set(self.choices) - {size.best}, key=lambda one: size.tried[one]):
+            last, ago = size.tried[number], size.turn - size.tried[number]
+            if last - size.doubted[number] <= ago <= _DOUBTED or self._cost(number, size) <= spared * ago:
+                size.tried[number] = size.turn
+                return number
+        return None
+
+    def _cost(self, number: int, size: _Size) -> float:
+        """What a trial costs, in steps with the best number; one more for the rows that find no drafts."""
+        one, best = self.choices.index(number), self.choices.index(size.best)
+        if np.isnan(size.times[[one, best]]).any():
+            return _UNKNOWN_COST
+        tokens = tokens_of(self.choices, self.accepted)
+        return max(_LEAST_COST, TRIAL * float(size.times[one] / size.times[best] - tokens[one] / tokens[best]) + 1)
 
     def exchange(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
         """Takes rank 0's times of the last steps of this size; every rank calls it. What was not measured again has
         grown as the best number's has. ``gather``: joins tensors of all ranks."""
         own = [min(self._own.get((self._size, number), [math.nan])) for number in self.choices]
         times = gather(torch.tensor(own, dtype=torch.float64, device=device))[: len(own)].cpu().numpy()
-        before, best = self._times.get(self._size), self.choices.index(self._best)
-        if before is not None:
-            ratio = times[best] / before[best]
-            times = np.where(np.isnan(times), before * (1.0 if np.isnan(ratio) else ratio), times)
-        self._times[self._size], self.due = times, False
+        size = self._sizes[self._size]
+        best = self.choices.index(size.best)
+        ratio = times[best] / size.times[best]
+        size.times = np.where(np.isnan(times), size.times * (1.0 if np.isnan(ratio) else ratio), times)
+        self.due = self.watches = False
         self._own.clear()
 
 

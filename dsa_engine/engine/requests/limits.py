@@ -6,7 +6,8 @@ import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dsa_engine.engine.requests.request import Request
@@ -125,25 +126,20 @@ def new_requests(
         think_tokens = begin, end
     prompt_ids, arrival = array("i", prompt), time.perf_counter()
     wanted = [limits.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
-    return [
-        Add(
-            prompt_ids,
-            replace(
-                params,
-                n=1,
-                seed=None if params.seed is None else params.seed + number,
-                max_tokens=max_tokens,
-                min_tokens=min(params.min_tokens, max_tokens),
-                logprobs=wanted[0],
-                prompt_logprobs=None if number else wanted[1],
-                structured_outputs=form,
-            ),
-            bad_words,
-            think_tokens,
-            arrival,
+    adds = []
+    for number in range(params.n):
+        own = copy(params)
+        vars(own).update(  # not assigned, as that checks all parameters again
+            n=1,
+            seed=None if params.seed is None else params.seed + number,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            logprobs=wanted[0],
+            prompt_logprobs=None if number else wanted[1],
+            structured_outputs=form,
         )
-        for number in range(params.n)
-    ]
+        adds.append(Add(prompt_ids, own, bad_words, think_tokens, arrival))
+    return adds
 
 
 def check_prompt(prompt: Sequence[int], room: int, max_model_len: int, vocab_size: int) -> None:

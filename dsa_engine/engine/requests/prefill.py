@@ -118,11 +118,10 @@ def choose_owner(
     for pool, pages in (absent or {}).items():
         tokens[pool] += capacity.page_size * pages
 
-    def cost(rank: int) -> tuple[bool, int, int, int]:
-        pool = rank // size
-        return free[pool] - future[pool] < need, tokens[pool], -free[pool], requests[rank]
-
-    return min(ranks, key=cost)
+    each = zip(free, future, tokens, strict=True)
+    keys = [(pages - later < need, seen, -pages) for pages, later, seen in each]
+    of_ranks = [(*keys[rank // size], count) for rank, count in enumerate(requests)]
+    return min(ranks, key=of_ranks.__getitem__)
 
 
 class PrefillStep:

@@ -11,12 +11,13 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 _DIGEST_BYTES = 16
 NEVER = 2**40  # later than any position
@@ -102,7 +103,8 @@ class Request:
     params: SamplingParams
     bad_words: list[list[int]] = field(default_factory=list)  # token ids of each word
     think_tokens: tuple[int, int] | None = None  # that begin and end a thought, if it has a budget
-    thought: tuple[int, int] = (0, NEVER)  # tokens looked at, and where the thought that is open after them began
+    # By the tokens that begin and end thoughts: tokens looked at, and where the one that is open after them began.
+    thoughts: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     output: list[int] = field(default_factory=list)
     placeholders: list[int] = field(default_factory=list)  # tokens not read yet, oldest first; see the module
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens; not part of the length

@@ -10,15 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from dsa_engine.engine.requests.request import Chunk, Ending, LastRows, Request, RequestRecord
-from dsa_engine.kernels.runtime.transfer import to_host
 from dsa_engine.outputs import Logprob, Logprobs, Selection
+
+if TYPE_CHECKING:  # the HTTP processes, which read messages of tokens, need no PyTorch
+    import torch
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -70,6 +71,11 @@ class Samples(NamedTuple):
     def indices(self) -> Ints:
         """int64 ``[n]``: index of each request's first token among those of all ranks, ``max_rows`` for each."""
         return self.ranks * self.max_rows + self.first
+
+    @property
+    def max_requests(self) -> int:
+        """Number of requests of the rank with the most."""
+        return int(self.numbers.max(initial=-1)) + 1
 
     def rows_of(self, ranks: Sequence[int]) -> int:
         """Maximum number of rows with logits of these ranks."""
@@ -196,6 +202,8 @@ class Columns(NamedTuple):
 
     def table(self) -> torch.Tensor:
         """int64 ``[n, width]``."""
+        import torch
+
         numbers = torch.stack((self.position, self.offered, self.accepted), dim=1)
         return torch.cat((numbers, self.tokens, self.drafts), dim=1)
 
@@ -211,6 +219,8 @@ class Outcome(NamedTuple):
     @classmethod
     def of(cls, table: torch.Tensor, samples: Samples, world_size: int) -> Outcome:
         """``table``: the rows of all ranks, as many for each."""
+        from dsa_engine.kernels.runtime.transfer import to_host
+
         return cls(table, to_host(table), samples.ranks * (len(table) // world_size) + samples.numbers, samples.keys)
 
     def rows_of(self, requests: Sequence[Request]) -> list[int]:
@@ -254,7 +264,7 @@ class StepResult:
             codes = self.codes().numpy()
             at = indices[:, None] + np.arange(samples.counts.max(initial=1))
             return ReadSamples(samples, codes[at.clip(max=len(codes) - 1)], logprobs, num_drafts=self.num_drafts)
-        columns = Columns.of(self.outcome.on_host()[torch.from_numpy(self.outcome.rows)])
+        columns = Columns.of(self.outcome.on_host()[self.outcome.rows])
         offered, accepted, tokens, drafts = (column.numpy() for column in columns[1:])
         return ReadSamples(samples, tokens, logprobs, offered, accepted, drafts, self.num_drafts)
 

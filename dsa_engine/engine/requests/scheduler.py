@@ -30,6 +30,7 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Sequence
 from heapq import merge
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsa_engine.engine.cache.disk import DiskLoads
@@ -51,6 +52,8 @@ from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
+
+_order, _length = attrgetter("order"), attrgetter("priority", "num_remaining", "id")
 
 
 class Step(NamedTuple):
@@ -232,8 +235,8 @@ class Scheduler:
                 self._prefilled(request, chunk.ranks)
         if samples is not None:
             self.decoding.launched(samples, rows_by_form if step.decode else None)
-            if step.decode is not None:
-                self.decoding.adapt(samples)
+            if step.decode is not None and self.decoding.draft_number.launched():
+                self.decoding.draft_number.choose(samples.max_requests)
 
     def _prefilled(self, request: Request, ranks: range) -> None:
         own = self.ledger.pool_of(request.owner)
@@ -361,15 +364,16 @@ class Scheduler:
         room."""
         ledger = self.ledger
         free, load = ledger.free, self._load()
-        reserved = load.reserved_pages.tolist()
+        room = [*map(sub, free, load.reserved_pages.tolist())]
         pages = self.capacity.first_pages(request, self.num_drafts)
         hits = ledger.usable(usable, self._pools)
-        fits = {
-            number: self.capacity.page_size * len(hits[number])
-            for number, pools in enumerate(self._pools)
-            if step.has_room(number)
-            and all(ledger.pools[p].fits(hits[number], pages, free[p] - reserved[p]) for p in pools)
-        }
+        fits = {}
+        for number, pools in enumerate(self._pools):
+            enough = pages <= min(room[pools[0] : pools[-1] + 1])  # as a rule, whatever is held
+            if step.has_room(number) and (
+                enough or all(ledger.pools[pool].fits(hits[number], pages, room[pool]) for pool in pools)
+            ):
+                fits[number] = self.capacity.page_size * len(hits[number])
         if not fits:
             return False
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
@@ -380,11 +384,3 @@ class Scheduler:
         request.num_tokens_found, request.credit = 0, min(request.credit, request.num_remaining)
         insort(self._prefilling, request, key=_order)
         return True
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
-
-
-def _length(request: Request) -> tuple[int, int, int]:
-    return request.priority, request.num_remaining, request.id

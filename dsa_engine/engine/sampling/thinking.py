@@ -24,19 +24,20 @@ def thoughts_of(requests: Sequence[Request]) -> torch.Tensor:
     table = _WITHOUT.repeat(1, len(requests))
     for number, one in enumerate(requests):
         if one.think_tokens is not None:
-            values = (_begun(one), one.params.thinking_token_budget, *one.think_tokens)
+            values = (begun(one, *one.think_tokens), one.params.thinking_token_budget, *one.think_tokens)
             table[:, number] = torch.tensor(values, dtype=torch.int64)
     return table
 
 
-def _begun(request: Request) -> int:
-    assert request.think_tokens is not None
-    (done, begun), known, (begin, end) = request.thought, request.num_known_tokens, request.think_tokens
+def begun(request: Request, begin: int, end: int) -> int:
+    """The position of the token that began the thought which is open after the tokens that the host knows, ``NEVER`` if
+    none is; ``begin``, ``end``: the tokens that begin and end thoughts."""
+    (done, at), known = request.thoughts.get((begin, end), (0, NEVER)), request.num_known_tokens
     ids = np.asarray(request.tokens(done, known - done))
     if len(marks := ((ids == begin) | (ids == end)).nonzero()[0]):
-        begun = done + int(marks[-1]) if ids[marks[-1]] == begin else NEVER
-    request.thought = known, begun
-    return begun
+        at = done + int(marks[-1]) if ids[marks[-1]] == begin else NEVER
+    request.thoughts[begin, end] = known, at
+    return at
 
 
 def put_ends(

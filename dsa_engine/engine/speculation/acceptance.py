@@ -13,15 +13,14 @@ holds. The host knows whether a request thinks up to the tokens that it has read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from dsa_engine.config.speculative import SpeculativeConfig
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import NEVER, Request
+from dsa_engine.engine.sampling.thinking import begun
 from dsa_engine.engine.steps.plan import Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.text.tokenizer import THINKING, Tokenizer
@@ -45,8 +44,6 @@ class RelaxedAcceptance:
     _delta: float
     _begin: int  # this and the next: the tokens that begin and end the thinking
     _end: int
-    # By request, a length and whether it thinks there.
-    _seen: WeakKeyDictionary[Request, tuple[int, bool]] = field(default_factory=WeakKeyDictionary, init=False)
 
     @classmethod
     def of(
@@ -101,19 +98,13 @@ class RelaxedAcceptance:
 
     def thinks(self, request: Request) -> bool:
         """Whether a request thinks after the tokens that the host knows."""
-        (done, thinks), known = self._seen.get(request, (0, False)), request.num_known_tokens
-        thinks = self._thinks_after(request.tokens(done, known - done), thinks)
-        self._seen[request] = known, thinks
-        return thinks
+        return begun(request, self._begin, self._end) != NEVER
 
     def _draft(self, request: Request, number: int) -> int:
         """The draft of a request that may replace the token after ``number`` others; −1: none may."""
         if not 0 <= number < len(request.drafts):
             return -1
         *before, draft = request.drafts[: number + 1]
-        return draft if draft != self._end and self._thinks_after(before, self.thinks(request)) else -1
-
-    def _thinks_after(self, tokens: Sequence[int], thinks: bool) -> bool:
-        ids = np.asarray(tokens)
-        marks = ids[(ids == self._begin) | (ids == self._end)]
-        return bool(marks[-1] == self._begin) if len(marks) else thinks
+        marks = [token for token in before if token in (self._begin, self._end)]
+        thinks = marks[-1] == self._begin if marks else self.thinks(request)
+        return draft if draft != self._end and thinks else -1

@@ -7,56 +7,48 @@ the host knows is left out: biases, forbidden tokens, masks of a grammar; a draf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from dsa_engine.engine.sampling.chain import Inputs, changed, choose
 from dsa_engine.engine.sampling.logits_processors import with_tokens
 
 
-@dataclass
 class DraftSampler:
-    """Makes the drafts of n requests, one position after the other."""
+    """Makes the drafts of n requests, one position after the other, after a step of theirs.
 
-    inputs: Inputs  # a row for each request, for its next draft; counts are always the same tensor
+    Args:
+        how: ``asks`` and ``top_k`` of :class:`.Inputs`.
+        table: ``[fields, n]``, see :meth:`.Parameters.pack`; None if nothing is drawn or penalised.
+        counts: int32 ``[n, vocab]``, of the tokens before the step, see :func:`.penalised`; None: no penalties.
+        position: int64 ``[n]``, of the last tokens.
+        tokens: int64 ``[n, 1 + count]``, chosen after each row.
+        accepted: int64 ``[n]``.
+    """
 
-    @classmethod
-    def after(
-        cls,
+    def __init__(
+        self,
         how: tuple[int, int],
         table: torch.Tensor | None,
         counts: torch.Tensor | None,
         position: torch.Tensor,
         tokens: torch.Tensor,
         accepted: torch.Tensor,
-    ) -> DraftSampler:
-        """After a step of n requests.
-
-        Args:
-            how: ``asks`` and ``top_k`` of :class:`.Inputs`.
-            table: ``[fields, n]``, see :meth:`.Parameters.pack`; None if nothing is drawn or penalised.
-            counts: int32 ``[n, vocab]``, of the tokens before the step, see :func:`.penalised`; None: no penalties.
-            position: int64 ``[n]``, of the last tokens.
-            tokens: int64 ``[n, 1 + count]``, chosen after each row.
-            accepted: int64 ``[n]``.
-        """
-        inputs = Inputs(*how)
+    ):
+        self._inputs = Inputs(*how)  # a row for each request, for its next draft; counts are always the same tensor
         if table is not None:
-            inputs = inputs._replace(table=table, positions=position + 1)
+            self._inputs = self._inputs._replace(table=table, positions=position + 1)
         if counts is not None:
             number = torch.arange(tokens.shape[1], device=tokens.device)
             with_new = with_tokens(counts, tokens, number <= accepted[:, None])
-            inputs = inputs._replace(counts=lambda: with_new)
-        return cls(inputs)
+            self._inputs = self._inputs._replace(counts=lambda: with_new)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """The next draft of each request, int64 ``[n]``; always the same launches. ``logits``: float32 ``[n, vocab]``,
         overwritten."""
-        of = self.inputs
+        of = self._inputs
         drafts = choose(changed(logits, of), of)
         if of.positions is not None:
-            self.inputs = of._replace(positions=of.positions + 1)
+            self._inputs = of._replace(positions=of.positions + 1)
         if of.counts is not None:
             of.counts().scatter_add_(1, drafts[:, None], torch.full_like(drafts[:, None], 2, dtype=torch.int32))
         return drafts

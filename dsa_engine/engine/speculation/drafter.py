@@ -47,7 +47,7 @@ from dsa_engine.engine.sampling.logits_processors import PenaltyCounts, indices,
 from dsa_engine.engine.sampling.thinking import FIELDS, put_ends, thoughts_of
 from dsa_engine.engine.speculation.acceptance import AcceptanceRule, RelaxedAcceptance, count_equal
 from dsa_engine.engine.speculation.draft_sampler import DraftSampler
-from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes
+from dsa_engine.engine.speculation.passes import EagleChain, ModuleEach, Passes, PassInputs
 from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
@@ -148,7 +148,7 @@ class Drafter:
             to_verify = [*offered, *[0] * (count - len(offered))]
             table.append([chunk.end - len(offered), len(offered), 0, *codes, *to_verify, request.draw_key])
         on_host = torch.tensor(table, dtype=torch.int64).view(len(table), Columns.width(count) + 1)
-        missing = int(samples.numbers.max(initial=-1)) + 1 - len(own)  # every rank has as many rows
+        missing = samples.max_requests - len(own)  # every rank has as many rows
         on_device = upload(F.pad(on_host, (0, 0, 0, missing)), self._mesh.device)
         known, keys = Columns.of(on_device[:, :-1]), on_device[:, -1]  # known.tokens are indices into the samples
         tokens = sampled.tokens[known.tokens] if samples.max_rows else known.tokens
@@ -180,7 +180,7 @@ class Drafter:
             table = upload(F.pad(Parameters.pack(params, keys, vocab), (0, missing)), self._mesh.device)
         if asks & PENALISES:
             counts = self._load_counts(requests, self._in_step.new_empty(len(position), vocab))
-        return DraftSampler.after(chain.rounded(asks, top_k, vocab), table, counts, position, tokens, accepted)
+        return DraftSampler(chain.rounded(asks, top_k, vocab), table, counts, position, tokens, accepted)
 
     def key(self, step: StepPlan) -> GraphKey:
         """The name of the graph that runs a padded step."""
@@ -304,7 +304,8 @@ class Drafter:
         accepted = key.rule(tokens, ids[:, 1:], keys, first).minimum(rows.offered)
         position = first + accepted + 1
         how = key.asks, key.top_k
-        sampler = DraftSampler.after(how, of_requests, counts, position, tokens, accepted)
-        drafts = self.passes.after_decode(rows, hidden, tokens.clamp(min=0), accepted, sampler, buffers.passes)
+        sampler = DraftSampler(how, of_requests, counts, position, tokens, accepted)
+        of_passes = PassInputs(rows, hidden, tokens.clamp(min=0), accepted, sampler)
+        drafts = self.passes.after_decode(of_passes, buffers.passes)
         outcome = Columns(position, rows.offered, accepted, tokens, drafts)
         return self._mesh.world.all_gather(outcome.table())

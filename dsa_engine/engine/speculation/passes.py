@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,6 +72,16 @@ class PassBuffers:
         return {chunk.request: LastRows(states[i], tokens[i]) for i, chunk in enumerate(chunks)}
 
 
+class PassInputs(NamedTuple):
+    """A step of n requests of this rank whose drafts have been verified."""
+
+    rows: StepRows
+    hidden: torch.Tensor  # [n · (1 + count), hidden], the model's normed states
+    tokens: torch.Tensor  # int64 [n, 1 + count], chosen after each row, none negative
+    accepted: torch.Tensor  # int64 [n]
+    sampler: DraftSampler  # of the requests' next drafts
+
+
 class Passes(ABC):
     """Runs the MTP modules of a model. ``hooks``: each is called with the plan of passes whose rows are not those of
     the step."""
@@ -87,23 +98,8 @@ class Passes(ABC):
         :meth:`StaticRows.of`."""
 
     @abstractmethod
-    def after_decode(
-        self,
-        rows: StepRows,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor,
-        sampler: DraftSampler,
-        buffers: PassBuffers,
-    ) -> torch.Tensor:
-        """Makes drafts for this rank's requests, int64 ``[requests, count]``; always the same launches.
-
-        Args:
-            hidden: the model's normed states ``[requests · (1 + count), hidden]``.
-            tokens: int64 ``[requests, 1 + count]``, chosen after each row, none negative.
-            accepted: int64 ``[requests]``.
-            sampler: of the requests' next drafts.
-        """
+    def after_decode(self, step: PassInputs, buffers: PassBuffers) -> torch.Tensor:
+        """Makes drafts for a step's requests, int64 ``[n, count]``; always the same launches."""
 
     def after_eager_step(
         self,
@@ -139,7 +135,7 @@ class Passes(ABC):
         to = self._indices([i * width + j for i, chunk in enumerate(own) for j in range(chunk.length)])
         chosen_after = hidden[upload(step.own.rows_with_logits, self.mesh.device)]
         states = hidden.new_zeros(bucket.requests * width, hidden.shape[1]).index_copy_(0, to, chosen_after)
-        drafts = self.after_decode(rows, states, tokens, accepted, sampler, buffers)
+        drafts = self.after_decode(PassInputs(rows, states, tokens, accepted, sampler), buffers)
         filled = {request: _part(of, 1, None) for request, of in last.items() if request.owner == self.mesh.rank}
         return drafts, filled if fills else buffers.last_rows(own)
 
@@ -188,7 +184,7 @@ class Passes(ABC):
         page_size = self.cache.page_size
         # Padding rows of a request come after its last one, in the passes too.
         max_pages = max((len(chunk.request.pages) for chunk in own), default=0) + pages_for(2 * width, page_size)
-        bucket = Bucket(int(step.samples.numbers.max()) + 1, width, max_pages * page_size)
+        bucket = Bucket(step.samples.max_requests, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
         rows = np.full(len(step.rows), bucket.rows)
         plan = StepPlan(step.rank, padded, rows, step.samples, decodes=True, bucket=bucket)
@@ -215,15 +211,8 @@ class EagleChain(Passes):
         in_last_pass = [tokens + bucket.rows_per_request - 2 for tokens in max_visible]
         return PassBuffers.of(StaticRows.of(bucket, 1, self.model, self.cache.page_size, in_last_pass), saved=0)
 
-    def after_decode(
-        self,
-        rows: StepRows,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor,
-        sampler: DraftSampler,
-        buffers: PassBuffers,
-    ) -> torch.Tensor:
+    def after_decode(self, step: PassInputs, buffers: PassBuffers) -> torch.Tensor:
+        rows, hidden, tokens, accepted, sampler = step
         input_ids = self.mesh.tp.all_gather(tokens.flatten()).view(-1, rows.batch.rows)
         states, selection = self.model.draft(0, hidden, replace(rows.batch, input_ids=input_ids), self.cache)
         state = _rows_at(states.view(*tokens.shape, -1), accepted[:, None])[:, 0]
@@ -248,15 +237,8 @@ class ModuleEach(Passes):
         rows = StaticRows.of(bucket, 2 * count, self.model, self.cache.page_size, max_visible)
         return PassBuffers.of(rows, saved=count - 1)
 
-    def after_decode(
-        self,
-        rows: StepRows,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        accepted: torch.Tensor,
-        sampler: DraftSampler,
-        buffers: PassBuffers,
-    ) -> torch.Tensor:
+    def after_decode(self, step: PassInputs, buffers: PassBuffers) -> torch.Tensor:
+        rows, hidden, tokens, accepted, sampler = step
         requests, count = tokens.shape[0], tokens.shape[1] - 1
         first, length = rows.positions[:, :1], (rows.positions >= 0).sum(dim=1, keepdim=True)
         # The rows begin count - 1 positions before the first row, but not before position 0.

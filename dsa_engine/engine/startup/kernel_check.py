@@ -63,6 +63,8 @@ def check_kernels(
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
             _compare(model, stored, path, tokens, bar)
+    else:
+        logger.info("kernels were compared with their references before, for this device and model: %s", path)
     # Only what every rank has chosen is used: a rank may have found it wrong.
     mine, *others = mesh.host.all_gather_object(libraries.choices())
     libraries.use({calls: name for calls, name in mine.items() if all(one.get(calls) == name for one in others)})
@@ -118,7 +120,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
 
     def run(chunks: list[Chunk]) -> None:
         plan = StepPlan.of(chunks, mesh.rank, mesh.world_size, config)
-        batch = build_batch(plan, config, mesh, cache.block_tables, None)
+        batch = build_batch(plan, config, mesh, cache.block_tables, None, repeats=False)
         model.logits(model(batch, cache, layers)[-1:])
 
     def request(number: int) -> Request:

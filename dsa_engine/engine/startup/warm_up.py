@@ -86,18 +86,18 @@ class DummySteps:
             steps.append(Step(chunks, num_drafts=self.num_drafts))
         return steps
 
-    def classes(self) -> list[Step]:
-        """The steps after which all ranks are connected in the ways of all steps: a decode step, and a prefill of each
-        class of sizes by which a dispatch is chosen; of the smallest, if none is chosen."""
+    def classes(self, copies: int) -> Iterator[Step]:
+        """The steps after which all ranks are connected in the ways of all steps, each made when those before have run:
+        a decode step, the smallest prefill, any that takes another dispatch; ``copies`` of each token travel."""
         mesh, tokens = self.mesh, self.options.max_num_batched_tokens
-        chosen = mesh.experts.dispatchers[False].by_size
-        sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length() if chosen else 1)}
-        groups, steps = range(mesh.world_size // mesh.cp_size), [self.decode(1, 2, GREEDY)]
-        for length in sorted({min(size * mesh.cp_size, self.max_model_len) for size in sizes}):
-            requests = self._requests(len(groups), length, GREEDY)
-            chunks = [Chunk(one, 0, length, mesh.cp_ranks(group)) for one, group in zip(requests, groups, strict=True)]
-            steps.append(Step(chunks, num_drafts=self.num_drafts))
-        return steps
+        sizes = {min(1 << i, tokens) for i in range(next_power_of_2(tokens).bit_length())}
+        lengths = {min(size * mesh.cp_size, self.max_model_len) for size in sizes}
+        yield self.decode(1, 2, GREEDY)
+        for length in sorted(lengths):
+            if length == min(lengths) or mesh.experts.dispatchers[False].is_new(cdiv(length, mesh.cp_size) * copies):
+                requests = enumerate(self._requests(mesh.world_size // mesh.cp_size, length, GREEDY))
+                chunks = [Chunk(one, 0, length, mesh.cp_ranks(group)) for group, one in requests]
+                yield Step(chunks, num_drafts=self.num_drafts)
 
     def decode(self, requests: int, context: int, params: SamplingParams) -> Step:
         """A decode step of ``requests`` on every rank, which come to ``context`` tokens with their drafts."""
@@ -140,9 +140,9 @@ def connect(
     model: Model, stored: CacheFormat, steps: DummySteps, relaxed: RelaxedAcceptance | None, graphs: bool
 ) -> None:
     """Runs :meth:`DummySteps.classes`, so that no request waits while NCCL connects ranks; every rank calls it."""
-    runner = _runner(model, stored, steps, relaxed, graphs)
+    runner, config = _runner(model, stored, steps, relaxed, graphs), model.config
     with _fitting(), steps.mesh.experts.even_routing():
-        for step in steps.classes():
+        for step in steps.classes(config.num_experts_per_tok if config.batch_invariant else 1):
             _peak(steps.mesh, runner, step)
     free, total = torch.cuda.mem_get_info(steps.mesh.device)
     outside = format_bytes(total - free - torch.cuda.memory_reserved(steps.mesh.device))

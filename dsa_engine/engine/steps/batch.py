@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,50 +13,80 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
-from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.kernels.runtime.kernel import WATCHES
+from dsa_engine.kernels.runtime.pieces import Pieces
+from dsa_engine.kernels.runtime.transfer import upload, upload_together
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MHASegments, MicroBatchPair
 from dsa_engine.parallel import Mesh
 from dsa_engine.parallel.group import Group
 
 
 def build_batch(
-    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None
+    step: StepPlan, config: ModelConfig, mesh: Mesh, tables: BlockTables, sampled: torch.Tensor | None,
+    repeats: bool = True,
+) -> ForwardBatch | MicroBatchPair:  # fmt: skip
+    """This rank's tensors for a step, or those of its micro-batches. The rows of its requests in ``tables`` are
+    updated; for ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
+    on_cuda = mesh.device.type == "cuda"
+    repeats = repeats and on_cuda and WATCHES
+    given = config, mesh, tables, sampled, repeats
+    if step.micro_batches is None:
+        return _whole(step, *given)
+    both, unsent = step.micro_batches, list[Callable[[], None]]() if on_cuda else None
+    batches = [partial(_whole, one, *given, one is both[0], unsent) for one in both]
+    return MicroBatchPair((batches[0], batches[1]), lambda: upload(_row_order(step, both), mesh.device))
+
+
+def _whole(
+    step: StepPlan,
+    config: ModelConfig,
+    mesh: Mesh,
+    tables: BlockTables,
+    sampled: torch.Tensor | None,
+    repeats: bool,
+    first_micro_batch: bool = False,
+    unsent: list[Callable[[], None]] | None = None,
 ) -> ForwardBatch:
-    """This rank's tensors for a step, and those of its micro-batches. The rows of its requests in ``tables`` are
-    updated; for ``sampled`` see :func:`known_ids`."""
-    plan, device, rows, pair = step.own, mesh.device, step.rows, None
-    if step.micro_batches is not None:
-        first, second = (build_batch(one, config, mesh, tables, sampled) for one in step.micro_batches)
-        order = upload(_row_order(step, step.micro_batches), device)
-        unsent: list[Callable[[], None]] | None = [] if device.type == "cuda" else None
-        both = replace(first, first_micro_batch=True, unsent=unsent), replace(second, unsent=unsent)
-        pair = MicroBatchPair(both, order)
+    plan, device, rows = step.own, mesh.device, step.rows
     # At least one row: no collective of a group without tokens is empty.
-    tp_rows, cp_rows, ep_rows = [max(1, int(rows[[*group.ranks]].max())) for group in (mesh.tp, mesh.cp, mesh.ep)]
+    tp_rows, cp_rows, ep_rows = [max(1, *rows[[*group.ranks]].tolist()) for group in (mesh.tp, mesh.cp, mesh.ep)]
     pages = [chunk.request.pages for chunk in plan.chunks]
     table_rows, width = tables.rows(pages), max(map(len, pages), default=0)
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
     slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
-    cos, sin = config.rope.cos_sin(plan.positions)
-    in_tables = [s._replace(sequence=table_rows[s.sequence]) for s in plan.mha]
-    return ForwardBatch(
+    ids = plan.token_ids(tp_rows)
+    on_device = tables.gather(table_rows, width) if step.decodes else tables.host[table_rows, :width]
+    mha = MHASegments.of([s._replace(sequence=table_rows[s.sequence]) for s in plan.mha], tables.host, tables.page_size)
+    forms = [_from_row_0(plan.dense_mqa), _from_row_0(plan.sparse_mqa)]
+    # What the host has made goes in one copy.
+    made = [*config.rope.cos_sin(plan.positions), slots, *(x for one in forms for x in (one.sequences, one.visible))]
+    made += () if mha is None else (mha.cu_seqlens_q.on_device, mha.cu_seqlens_k.on_device, mha.key_slots)
+    made += (() if step.decodes else (on_device,)) + (() if sampled is not None else (ids,))
+    cos, sin, slots, *columns = upload_together(made, device)
+    ids = columns.pop() if sampled is None else known_ids(ids, sampled, device)
+    on_device = on_device if step.decodes else columns.pop()
+    dense, sparse = (replace(one, sequences=columns[2 * i], visible=columns[2 * i + 1]) for i, one in enumerate(forms))
+    batch = ForwardBatch(
         rows=plan.rows,
-        input_ids=mesh.tp.all_gather(known_ids(plan.token_ids(tp_rows), sampled, device)).view(-1, tp_rows),
-        cos=upload(cos, device),
-        sin=upload(sin, device),
-        mha=MHASegments.of(in_tables, tables.host, tables.page_size, device),
-        dense_mqa=_from_row_0(plan.dense_mqa, device),
-        sparse_mqa=_from_row_0(plan.sparse_mqa, device),
-        block_tables=tables.gather(table_rows, width),
-        slot_mapping=upload(slots, device),
+        input_ids=mesh.tp.all_gather(ids).view(-1, tp_rows),
+        cos=cos,
+        sin=sin,
+        mha=None if mha is None else mha.on(*columns[4:]),
+        dense_mqa=dense,
+        sparse_mqa=sparse,
+        block_tables=on_device,
+        slot_mapping=slots,
         gathers=gathers,
         cp_rows=cp_rows,
         tp_rows=tp_rows,
         ep_rows=ep_rows,
         decodes=step.decodes,
         token_mask=None,
-        micro_batches=pair,
+        first_micro_batch=first_micro_batch,
+        unsent=unsent,
     )
+    batch.pieces = Pieces() if repeats else None
+    return batch
 
 
 def own_slots(plan: RankPlan, tables: BlockTables, table_rows: Sequence[int]) -> torch.Tensor:
@@ -93,9 +124,9 @@ def gathered_slots(step: StepPlan, group: Group, tables: BlockTables, table_rows
     return torch.from_numpy(slots)
 
 
-def _from_row_0(segments: list[Segment], device: torch.device) -> Segments:
+def _from_row_0(segments: list[Segment]) -> Segments:
     first = segments[0].row if segments else 0
-    return Segments.of([s._replace(row=s.row - first) for s in segments], device)
+    return Segments.of([s._replace(row=s.row - first) for s in segments])
 
 
 def known_ids(ids: torch.Tensor, sampled: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -8,13 +8,14 @@ layer first, which keeps the order of positions. The cut follows from the plan a
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dsa_engine.config.model import ModelConfig
-from dsa_engine.engine.requests.request import Chunk
+from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.options import EngineOptions
@@ -50,14 +51,26 @@ class MicroBatches:
         first, second = cut_chunks(step.chunks, step.decodes)
         if not (any(chunk.length for chunk in first) and second):
             return step
-        of = (step.rank, len(step.rows), config)
-        begun = {chunk.request for chunk in first}
-        cuts = {chunk.request: chunk.start for chunk in second if chunk.request in begun}
-        whole, *both = (
-            replace(StepPlan.of(some, *of, cuts=at), decodes=step.decodes)
-            for some, at in ((step.chunks, cuts), (first, None), (second, None))
-        )
-        return replace(whole, micro_batches=(both[0], both[1]))
+        cuts = _cuts(first, second)
+        if step.cuts != cuts:
+            whole = StepPlan.of(step.chunks, step.rank, len(step.rows), config, cuts=cuts)
+            step = replace(whole, decodes=step.decodes)
+        return replace(step, micro_batches=(step.part(first, after=False), step.part(second, after=True)))
+
+    def cuts(self, chunks: Sequence[Chunk], max_decode_rows: int) -> dict[Request, int]:
+        """Where a step is cut that is sure to be, so that it is divided once; empty where the rows of ranks decide."""
+        rows: Counter[range] = Counter()
+        for chunk in chunks:
+            rows[chunk.ranks] += chunk.length
+        decodes = all(chunk.length <= max_decode_rows for chunk in chunks)
+        if decodes or max(count / len(ranks) for ranks, count in rows.items()) < self.prefill_rows:
+            return {}
+        return _cuts(*cut_chunks(chunks, whole=False))
+
+
+def _cuts(first: Sequence[Chunk], second: Sequence[Chunk]) -> dict[Request, int]:
+    begun = {chunk.request for chunk in first}
+    return {chunk.request: chunk.start for chunk in second if chunk.request in begun}
 
 
 def cut_chunks(chunks: Sequence[Chunk], whole: bool) -> tuple[list[Chunk], list[Chunk]]:

@@ -18,7 +18,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import DecodeStep, Samples
+from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep, Samples
 from dsa_engine.engine.steps.context_buckets import Bucket, ContextBuckets, bucket_of
 from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.parallel.context_parallel import pieces_of
@@ -214,6 +214,7 @@ class StepPlan:
     segments: SegmentTable | None = None
     decode: DecodeStep | None = None  # the step, if all requests decode
     bucket: Bucket | None = None  # set if the step is padded
+    cuts: Mapping[Request, int] = field(default_factory=dict)  # positions at which its chunks are cut
     micro_batches: tuple[StepPlan, StepPlan] | None = None  # set if a step that is not padded is cut
     num_drafts: int = 0  # that it makes for each request
 
@@ -233,7 +234,7 @@ class StepPlan:
         rows = np.bincount(table.rank, table.length, world_size).astype(np.int64)
         decodes = bool(chunks) and all(c.length <= max_decode_rows and len(c.ranks) == 1 for c in chunks)
         samples = table.samples(chunks, world_size)
-        return cls(rank, table.of_rank(rank, chunks), rows, samples, decodes, chunks, table)
+        return cls(rank, table.of_rank(rank, chunks), rows, samples, decodes, chunks, table, cuts=cuts or {})
 
     @classmethod
     def of_decode(
@@ -245,6 +246,19 @@ class StepPlan:
             rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
             own = RankPlan.of_decode(step.chunks, config)
         return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket)
+
+    def part(self, chunks: Seq[Chunk], *, after: bool) -> StepPlan:
+        """The plan of ``chunks``, which are those of this step before its cuts, or ``after`` them; one without a cut is
+        whole. No logits are wanted of it."""
+        table, cuts, number = self.segments, self.cuts, {chunk.request: i for i, chunk in enumerate(chunks)}
+        assert table is not None, "a step made of chunks"
+        numbers = np.array([number.get(chunk.request, -1) for chunk in self.chunks])[table.chunk]
+        cut = np.array([cuts.get(chunk.request, 0 if after else chunk.end) for chunk in self.chunks])[table.chunk]
+        mine = (numbers >= 0) & ((table.start >= cut) == after)
+        columns = (column[mine] for column in table._replace(chunk=numbers))
+        part = SegmentTable(*columns)
+        rows = np.bincount(part.rank, part.length, len(self.rows)).astype(np.int64)
+        return StepPlan(self.rank, part.of_rank(self.rank, chunks), rows, NO_SAMPLES, self.decodes, chunks, part)
 
     @property
     def records(self) -> bool:

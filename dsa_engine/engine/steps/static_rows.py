@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class StaticRows:
 
         if not self.is_cut:
             return part(0, rows)
-        halves = part(0, rows // 2), part(rows // 2, rows)
+        halves = partial(part, 0, rows // 2), partial(part, rows // 2, rows)
         return replace(part(0, rows), micro_batches=MicroBatchPair(halves, None))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from dsa_engine.config.checks import PositiveInt, check, is_integer
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.kernels.runtime.transfer import download
 from dsa_engine.measure.emulation.group import EmulatedGroup
 from dsa_engine.parallel import ParallelConfig
@@ -78,16 +80,16 @@ class EmulatedExpertParallel(ExpertParallel):
         return dealt, None
 
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
-        self._dealt = 0
         self.group.all_gather(sent)
-        read = download(sent)
-
-        def wait() -> tuple[RecvPlan, int]:
-            rows = read()
-            plan = RecvPlan.of(rows, rows)
-            return plan, plan.local_pairs
-
+        wait: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(
+            partial, EmulatedExpertParallel._as_sent, self, download(sent)
+        )
         return wait
+
+    def _as_sent(self, read: Callable[[], list[list[int]]]) -> tuple[RecvPlan, int]:
+        rows, self._dealt = read(), 0
+        plan = RecvPlan.of(rows, rows)
+        return plan, plan.local_pairs
 
 
 class EmulatedDivision(ExpertDivision):

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.forms.conversation import ConversationForm, Given
 from dsa_engine.server.forms.form import to_json
-from dsa_engine.text.conversations import ToolCallDelta
+from dsa_engine.text.conversations import MessageDelta
 
 Event = dict[str, Any]
-Kind = Literal["reasoning", "content", "call"]
 
 
 class Block(ABC):
-    """A thought, a content or a call, number ``index`` of an answer. ``call`` is the first piece of one."""
+    """A thought, a content or a call, number ``index`` of an answer, and its ``first`` piece."""
 
-    def __init__(self, kind: Kind, index: int, call: ToolCallDelta | None):
-        self.kind, self.index, self.call = kind, index, call
+    def __init__(self, first: MessageDelta, index: int):
+        self.kind, self.index, self.call = first.kind, index, first if first.kind == "call" else None
         self._texts: list[str] = []
 
     @property
@@ -80,29 +79,25 @@ class BlockForm(ConversationForm[Given]):
             self._last = piece
         logprobs = (self._logprobs(piece) or {"content": []})["content"]
         for delta in self._read(piece):
-            if delta.reasoning and self._asked.include_reasoning:
-                events += self._grow("reasoning", delta.reasoning)
-            if delta.content:
-                events += self._grow("content", delta.content, logprobs=logprobs)
+            if delta.kind == "content":
+                events += self._grow(delta, logprobs)
                 logprobs = []
-            for call in delta.tool_calls:
-                events += self._grow("call", call.arguments, call if call.name is not None else None)
+            elif delta.kind == "call" or self._asked.include_reasoning:
+                events += self._grow(delta)
         if whole:
-            events += [] if self._blocks else self._grow("content", "")
+            events += [] if self._blocks else self._grow(MessageDelta("content", ""))
             events += self._blocks[-1].end(self._cut)
         return events
 
-    def _grow(
-        self, kind: Kind, text: str, call: ToolCallDelta | None = None, logprobs: Sequence[Any] = ()
-    ) -> Iterator[Event]:
+    def _grow(self, delta: MessageDelta, logprobs: Sequence[Any] = ()) -> Iterator[Event]:
         """The events of further text; a new block begins with another kind, and with a new call."""
-        if call or not self._blocks or self._blocks[-1].kind != kind:
+        if delta.name is not None or not self._blocks or self._blocks[-1].kind != delta.kind:
             if self._blocks:
                 yield from self._blocks[-1].end(False)
-            self._blocks.append(self.block(kind, len(self._blocks), call))
+            self._blocks.append(self.block(delta, len(self._blocks)))
             yield from self._blocks[-1].begin()
-        if text:
-            yield self._blocks[-1].add(text, list(logprobs))
+        if delta.text:
+            yield self._blocks[-1].add(delta.text, list(logprobs))
 
     def event(self, chunk: Event) -> bytes:
         return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), to_json(chunk))

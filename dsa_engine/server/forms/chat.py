@@ -9,7 +9,7 @@ from dsa_engine.outputs import CompletionOutput, RequestOutput, StreamPiece
 from dsa_engine.server.forms.conversation import ConversationForm
 from dsa_engine.server.forms.parts import prompt_logprobs, selection_of
 from dsa_engine.server.forms.protocol import ChatRequest
-from dsa_engine.text.conversations import MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations import MessageDelta
 from dsa_engine.text.conversations.deltas import message_of
 
 
@@ -50,7 +50,7 @@ class ChatForm(ConversationForm[ChatRequest]):
         if first:
             chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
             if self._asked.return_token_ids:
-                chunks[0]["prompt_token_ids"] = list(self._prompt_ids[0])
+                chunks[0]["prompt_token_ids"] = list(self.prompt_ids[0])
         deltas = [form for delta in self._read(piece) if (form := self._delta(delta))]
         logprobs, ids = self._logprobs(piece), self._asked.return_token_ids and piece.token_ids
         if not deltas and (piece.finish_reason or logprobs or ids):
@@ -69,12 +69,9 @@ class ChatForm(ConversationForm[ChatRequest]):
         return {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
 
     def _delta(self, delta: MessageDelta) -> dict[str, Any]:
-        form: dict[str, Any] = {"content": delta.content} if delta.content else {}
-        if delta.reasoning and self._asked.include_reasoning:
-            form |= _reasoning(delta.reasoning)
-        if delta.tool_calls:
-            form["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
-        return form
+        if delta.kind == "reasoning":
+            return _reasoning(delta.text) if self._asked.include_reasoning else {}
+        return {"content": delta.text} if delta.kind == "content" else {"tool_calls": [_tool_call(delta)]}
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
@@ -82,9 +79,9 @@ def _reasoning(text: str | None) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
+def _tool_call(call: MessageDelta) -> dict[str, Any]:
     """A piece of a call; the first one has its name."""
     if call.name is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+        return {"index": call.number, "function": {"arguments": call.text}}
+    function = {"name": call.name, "arguments": call.text}
+    return {"index": call.number, "id": call.id, "type": "function", "function": function}

@@ -50,7 +50,7 @@ class CompletionForm(Form):
 
     def _encoded(self, llm: EngineClient, prompt: str | list[int]) -> dict[str, Any]:
         """A prompt as the engine takes it, which encodes a text itself, unless it begins in another way."""
-        asked, length = self._asked, llm.facts.max_model_len
+        asked, length = self._asked, llm.facts.limits.max_model_len
         cuts = asked.truncate_prompt_tokens is not None
         if isinstance(prompt, list):
             return {"prompt_token_ids": asked.cut(prompt, length)}
@@ -108,7 +108,7 @@ class CompletionForm(Form):
             as_ids = self._asked.return_tokens_as_token_ids
             choice["logprobs"] = completion_logprobs(piece.token_ids, piece.logprobs, offsets, as_ids)
         if ids:
-            prompt = self._prompt_ids[piece.index // self.params.n]
+            prompt = self.prompt_ids[piece.index // self.params.n]
             choice |= {"token_ids": piece.token_ids, "prompt_token_ids": list(prompt) if first else None}
         return [{"choices": [choice]}]
 

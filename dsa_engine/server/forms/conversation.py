@@ -7,7 +7,7 @@ and of its events. What is between them is here.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, ClassVar, Generic, TypeVar
 
 from dsa_engine.config.checks import shown
@@ -41,7 +41,8 @@ class ConversationForm(Form, Generic[Given]):
         self._given, self._asked = given, asked
         self._tools, self._must_call = _tools(asked)
         self._several = asked.parallel_tool_calls and not isinstance(asked.tool_choice, dict)
-        self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **_sampling(asked))
+        self._think_end = conversation.tokenizer.tags.get(THINK_END)
+        self.params = asked.sampling({"max_tokens": None} | llm.default_sampling, **self._sampling())
         if conversation.needs_special_tokens:
             self.params.skip_special_tokens = False
         self._conversation = conversation
@@ -51,19 +52,28 @@ class ConversationForm(Form, Generic[Given]):
         self.params.structured_outputs = conversation.form_of(
             self._prompt_text, self.params.structured_outputs, self._must_call, self._several
         )
-        ids = asked.cut(llm.encode_prompt(self._prompt_text, add_special_tokens=False), llm.facts.max_model_len)
+        ids = asked.cut(llm.encode_prompt(self._prompt_text, add_special_tokens=False), llm.facts.limits.max_model_len)
         prompt = {"prompt": self._prompt_text, "prompt_token_ids": ids}
         self.prompts = [prompt if asked.cache_salt is None else prompt | {"cache_salt": asked.cache_salt}]
         self._head = {"id": f"{self.prefix}{asked.request_name}", "created": int(time.time()), "model": model}
         self._readers: dict[int, MessageReader] = {}
-        self._called: set[int] = set()  # outputs with tool calls
-        self._thinks: set[int] = set()  # outputs with a thought
-        self._answers: set[int] = set()  # outputs after their thought
+        self._kinds: defaultdict[int, set[str]] = defaultdict(set)  # of what has come of each output
         self._in_thought: Counter[int] = Counter()  # tokens of each output before its answer
+
+    def _sampling(self) -> dict[str, Any]:
+        """The sampling parameters that conversations have under other names."""
+        asked, budget = self._asked, None
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
+        if isinstance(asked.thinking, dict) and self._think_end is not None:  # clients ask any model for a thought
+            budget = asked.thinking.get("budget_tokens")
+        logprobs = asked.top_logprobs or 0 if asked.logprobs else None
+        given = {"max_tokens": asked.max_completion_tokens, "thinking_token_budget": budget, "logprobs": logprobs}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def _reasoning_tokens(self) -> int:
-        return sum(self._in_thought[index] for index in self._thinks)
+        return sum(self._in_thought[index] for index, kinds in self._kinds.items() if "reasoning" in kinds)
 
     def _read(self, output: CompletionOutput | StreamPiece) -> list[MessageDelta]:
         """What further text of an output adds to its message; counts the tokens of its thought."""
@@ -75,15 +85,11 @@ class ConversationForm(Form, Generic[Given]):
         deltas = reader.push(output.text)
         if output.finish_reason is not None:
             deltas += reader.finish(output.finish_reason == "stop")
-        if any(delta.reasoning for delta in deltas):
-            self._thinks.add(index)
-        if any(delta.tool_calls for delta in deltas):
-            self._called.add(index)
-        if index not in self._answers:
-            ids, end = list(output.token_ids), self._conversation.tokenizer.tags.get(THINK_END, -1)
+        if not (kinds := self._kinds[index]) - {"reasoning"}:
+            ids, end = list(output.token_ids), self._think_end
             self._in_thought[index] += ids.index(end) + 1 if end in ids else len(ids)
-            if end in ids or any(delta.content or delta.tool_calls for delta in deltas):
-                self._answers.add(index)
+            kinds |= {"content"} if end in ids else set()
+        kinds |= {delta.kind for delta in deltas}
         return deltas
 
     def _logprobs(self, output: CompletionOutput | StreamPiece) -> dict[str, Any] | None:
@@ -94,7 +100,7 @@ class ConversationForm(Form, Generic[Given]):
 
     def _finish_reason(self, output: CompletionOutput | StreamPiece) -> str | None:
         """Calls end an answer only if it is whole: "length" tells a client that the last call is cut."""
-        called = output.index in self._called
+        called = "call" in self._kinds[output.index]
         return "tool_calls" if called and output.finish_reason == "stop" else output.finish_reason
 
 
@@ -118,12 +124,3 @@ def _tools(asked: ChatRequest) -> tuple[list[dict[str, Any]] | None, list[dict[s
         if not must_call:
             raise ValueError(f"tool_choice names {shown(name)}; the tools are {', '.join(map(str, names))}")
     return tools if tools and choice != "none" else None, must_call
-
-
-def _sampling(asked: ChatRequest) -> dict[str, Any]:
-    if asked.top_logprobs is not None and not asked.logprobs:
-        raise ValueError("top_logprobs needs logprobs; set logprobs to true, or leave it out")
-    tokens, logprobs = asked.max_completion_tokens, asked.top_logprobs or 0
-    budget = asked.thinking.get("budget_tokens") if isinstance(asked.thinking, dict) else None
-    given = {"max_tokens": tokens, "thinking_token_budget": budget, "logprobs": logprobs if asked.logprobs else None}
-    return {name: value for name, value in given.items() if value is not None}

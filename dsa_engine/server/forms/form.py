@@ -24,6 +24,7 @@ class Form(ABC):
 
     prompts: list[dict[str, Any]]  # what the engine gets
     params: SamplingParams  # the same for all prompts
+    prompt_ids: list[Sequence[int]]  # token ids of the prompts, set before the answer
     chunk_head: dict[str, Any]  # what all chunks of a stream begin with
 
     def __init__(self, asked: GenerationBody):
@@ -36,10 +37,6 @@ class Form(ABC):
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         """The usage of what :meth:`whole` or :meth:`chunks` has read; ``counts``: see :func:`.parts.usage`."""
         return counts
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Called with the token ids of the prompts before the first piece."""
-        self._prompt_ids = prompts
 
     @abstractmethod
     def chunks(self, piece: StreamPiece) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from dsa_engine.server.forms.parts import usage
 from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 from dsa_engine.server.forms.responses import ResponsesRequest
 from dsa_engine.text.conversations.messages import arguments_of
-from dsa_engine.text.conversations.reader import THINK_END
 
 # A block of Claude Code's system message that differs in every request: with it no prefix would be found again.
 _BILLING = "x-anthropic-billing-header"
@@ -67,8 +66,11 @@ class CountRequest(RequestBody):
             "text": {"format": self.output_config.format},
             "reasoning": {"effort": self.output_config.effort},
             "stream": self.stream,
-            "thinking": thinking and thinking.type != "disabled",
-            "thinking_token_budget": thinking and thinking.budget_tokens,
+            "thinking": thinking
+            and {
+                "type": "disabled" if thinking.type == "disabled" else "enabled",
+                "budget_tokens": thinking.budget_tokens,
+            },
             "include_reasoning": thinking is None or thinking.display != "omitted",
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
@@ -154,11 +156,6 @@ class MessagesForm(BlockForm[CountRequest]):
     """One request to ``/v1/messages``."""
 
     prefix, block = "msg_", _Block
-
-    def __init__(self, *of_conversation: Any):
-        super().__init__(*of_conversation)
-        if THINK_END not in self._conversation.tokenizer.tags:  # clients ask for a thought of any model
-            self.params.thinking_token_budget = None
 
     def _stop(self) -> dict[str, Any]:
         """Why the answer ended."""

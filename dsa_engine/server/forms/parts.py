@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dsa_engine.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, Selection, StreamPiece
+from dsa_engine.outputs import CompletionOutput, Logprob, Logprobs, Selection, StreamPiece
 
 _LOWEST = -9999.0  # JSON has no infinity
 
@@ -116,15 +116,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """The usage of whole outputs. A prompt counts once, however many outputs it has."""
-    tokens = sum(len(output.token_ids) for one in outputs for output in one.outputs)
-    cached = sum(one.metrics.num_cached_tokens for one in outputs)
-    return usage(sum(len(one.prompt_token_ids) for one in outputs), tokens, cached)
-
-
-class StreamUsage:
-    """The usage of a stream so far."""
+class Usage:
+    """The usage of outputs so far. A prompt counts once, however many outputs (``n``) it has."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int):
         self._prompt_tokens = sum(map(len, prompts))
@@ -132,10 +125,11 @@ class StreamUsage:
         self._cached = 0
         self.output_tokens = [0] * (len(prompts) * n)
 
-    def add(self, piece: StreamPiece) -> None:
-        self.output_tokens[piece.index] += len(piece.token_ids)
-        if piece.metrics is not None and piece.index % self._n == 0:
-            self._cached += piece.metrics.num_cached_tokens
+    def add(self, index: int, output: CompletionOutput | StreamPiece) -> None:
+        """Adds all of output ``index`` of all prompts, or a piece of it."""
+        self.output_tokens[index] += len(output.token_ids)
+        if output.metrics is not None and index % self._n == 0:
+            self._cached += output.metrics.num_cached_tokens
 
     @property
     def form(self) -> dict[str, Any]:

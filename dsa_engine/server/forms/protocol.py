@@ -24,6 +24,11 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_OUTPUTS = 512  # in one request
 MAX_SELECTION = 16  # tokens of a request with selections, each 2 MB of JSON for a large model
 MAX_LOGPROBS = 20  # for a token, as OpenAI's API and vLLM have it
+# A short body with these fields alone is parsed in an instant: no grammar, and no template of its own.
+QUICK = {
+    "frequency_penalty", "ignore_eos", "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n",
+    "presence_penalty", "prompt", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p", "user",
+}  # fmt: skip
 _ignored: set[str] = set()
 
 

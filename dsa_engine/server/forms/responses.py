@@ -14,7 +14,6 @@ from dsa_engine.server.forms.blocks import Block, BlockForm, Event
 from dsa_engine.server.forms.protocol import ChatRequest, Effort, RequestBody
 
 _ITEMS = "message, reasoning, function_call and function_call_output"
-_PARTS = ("input_text", "output_text", "text")
 
 
 class _Text(BaseModel):
@@ -93,11 +92,9 @@ def _messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]
     for item in items:
         kind, role = item.get("type") or "message", item.get("role")
         if kind == "message" and role == "assistant":
-            assistant("content", "tool_calls")["content"] = _content(item.get("content"))
+            assistant("content", "tool_calls")["content"] = item.get("content")
         elif kind == "message":
-            messages.append(
-                {"role": "system" if role == "developer" else role, "content": _content(item.get("content"))}
-            )
+            messages.append({"role": "system" if role == "developer" else role, "content": item.get("content")})
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or []
             if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
@@ -109,18 +106,11 @@ def _messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            about = {"tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+            about = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append({"role": "tool"} | about)
         else:
             raise ValueError(f"input has an item of the type {shown(kind)}; there are {_ITEMS}, and nothing is stored")
     return messages
-
-
-def _content(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    texts = [isinstance(part, dict) and part.get("type") in _PARTS for part in content]
-    return [{"type": "text", "text": part.get("text")} if text else part for text, part in zip(texts, content)]
 
 
 # By kind of a block: its type, how its id begins, and how its text is called.

@@ -13,8 +13,8 @@ A further family needs:
 * in the tests, a writer of its calls in ``WRITERS``, and a template in ``FAMILIES``.
 """
 
-from dsa_engine.text.conversations.deltas import MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations.deltas import MessageDelta
 from dsa_engine.text.conversations.format import ConversationFormat, conversation_format
 from dsa_engine.text.conversations.reader import MessageReader
 
-__all__ = ["ConversationFormat", "MessageDelta", "MessageReader", "ToolCallDelta", "conversation_format"]
+__all__ = ["ConversationFormat", "MessageDelta", "MessageReader", "conversation_format"]

@@ -1,6 +1,6 @@
 """Random requests get the same tokens with drafts as without, which one process computes: on 1 to 4 ranks, in eager
-steps, in steps of static shape and launched ahead, recorded, preempted, with grammars, penalties and every limit, and
-whatever the number of drafts of a step."""
+steps, in steps of static shape and launched ahead, recorded, preempted, with grammars, penalties, budgets of thoughts
+and every limit, and whatever the number of drafts of a step."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 OPTIONS = {"device": "cpu", "max_model_len": 512, "page_size": 8, "cache_memory": "16MiB", "progress": False}
 FORMS: list[Any] = [{"regex": "[a-f ]{3,40}x"}, {"choice": ["yes", "no", "perhaps"]}, {"json": {"type": "boolean"}}]
 BATCH = 16
+BEGIN, END = THOUGHTS = (300, 301)  # tokens
 
 
 def random_params(rng: random.Random, kind: int) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def random_params(rng: random.Random, kind: int) -> dict[str, Any]:
     if kind == 1 and rng.random() < 0.5:
         keys |= {"structured_outputs": rng.choice(FORMS), "ignore_eos": False}
     elif rng.random() < 0.2:
+        keys["thinking_token_budget"] = rng.randrange(9)
+    elif rng.random() < 0.2:
         keys["stop_token_ids"] = rng.sample(range(300), 100)
     if kind == 2 and rng.random() < 0.5:
         asked = [{"logprobs": 2}, {"bad_words": ["the", " of a"]}, {"allowed_token_ids": [*range(50, 250)]}]
@@ -47,7 +50,10 @@ def random_requests(seed: int, batches: int) -> list[dict[str, Any]]:
     rng, generate = random.Random(seed), []
     for number in range(batches):
         prompts = [[rng.randrange(4, 400) for _ in range(rng.randrange(1, 60))] for _ in range(BATCH)]
-        generate.append({"prompts": prompts, "params": [random_params(rng, number % 3) for _ in range(BATCH)]})
+        params = [random_params(rng, number % 3) for _ in range(BATCH)]
+        for prompt, one in zip(prompts, params, strict=True):
+            prompt += [BEGIN, 5] * ("thinking_token_budget" in one)
+        generate.append({"prompts": prompts, "params": params})
     return generate
 
 
@@ -56,6 +62,7 @@ def case(drafts: int, name: str, cp: int = 1, tp: int = 1, dispatch: str = "all_
     speculative = {"speculative_config": {"num_speculative_tokens": drafts}}
     eager = {"enforce_eager": "recorded" not in name}
     described = {"name": name, "folder": "demo", "parallel": parallel, "options": OPTIONS | eager | speculative | more}
+    described |= {"thoughts": THOUGHTS}
     return described | {key: key in name for key in ("padded", "ahead", "adaptive")} | {"preempts": "preempted" in name}
 
 
@@ -93,3 +100,4 @@ def test_the_same_tokens(
             assert sum(actual["accepted"]) > 10 * batches and actual["pages_lost"] == 0
             assert (actual["launched_ahead"] > 5) == one["ahead"]
             assert (actual["preemptions"] == 3) == one["preempts"]
+        assert sum(END in tokens for batch in expected["tokens"] for tokens in batch) > batches, "thoughts that end"

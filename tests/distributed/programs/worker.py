@@ -8,6 +8,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 * ``broken_seed``: requests with this seed get logits that are not finite.
 * ``ahead``: decode steps are launched before the previous tokens are read.
 * ``adaptive``: steps have random numbers of drafts; default: as many as possible.
+* ``thoughts``: the tokens that begin and end thoughts.
 * ``padded``: decode steps have the shapes of CUDA graphs.
 * ``waiting``: micro-batches send their tokens when the other one computes, as on CUDA.
 * ``script``: outputs of the requests, from which drafts are made (:func:`script_drafts`).
@@ -39,7 +40,7 @@ from dsa_engine import LLM, ParallelConfig, SamplingParams
 from dsa_engine.engine.calls.jobs import prefill
 from dsa_engine.engine.calls.reply import Inbox, Reply
 from dsa_engine.engine.engine import Engine
-from dsa_engine.engine.requests.draft_number import DraftNumber, size_of
+from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Add, new_requests
 from dsa_engine.engine.requests.samples import Ended, RequestTokens, StepTokens
 from dsa_engine.engine.steps import batch
@@ -50,6 +51,7 @@ from dsa_engine.measure.across_ranks import barrier
 from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.outputs import CompletionOutput, RequestOutput
 from dsa_engine.parallel import Mesh
+from dsa_engine.text.tokenizer import THINKING
 
 
 def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         decoding = engine.scheduler.decoding
         decoding.draft_number = RandomNumber(decoding.draft_number.choices)
     engine.async_scheduling = case.get("ahead", False)
+    if "thoughts" in case:
+        llm.tokenizer.tags = dict(zip(THINKING, case["thoughts"], strict=True))
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
     fetched: list[int] = []
@@ -137,18 +141,22 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
 class RandomNumber(DraftNumber):
     """Another number every fourth step, as if a trial had ended; none every eighth."""
 
-    def launched(self, requests: Callable[[], int], accepted: Callable[[], Any]) -> None:
-        self._step, self.watches = self._step + 1, True
-        if self._step % 4 == 0 and len(self.choices) > 1:
-            self._size = size_of(requests())
-            self.number = self._best = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
-            self.due = True
+    def launched(self) -> bool:
+        self._step, self.watches = getattr(self, "_step", 0) + 1, True
+        return self._step % 4 == 0 and self.adapts
+
+    def choose(self, requests: int) -> None:
+        super().choose(requests)
+        self.number = random.Random(self._step).choice(self.choices) if self._step % 8 else 0
+        self.watches = self.due = True
 
 
-def waiting_pair(both: Sequence[ForwardBatch], order: torch.Tensor | None) -> MicroBatchPair:
+def waiting_pair(
+    both: Sequence[Callable[[], ForwardBatch]], order: Callable[[], torch.Tensor] | None
+) -> MicroBatchPair:
     """A pair whose tokens wait for their counts."""
     unsent: list[Any] = []
-    first, second = (replace(one, unsent=unsent) for one in both)
+    first, second = (lambda make=make: replace(make(), unsent=unsent) for make in both)  # type: ignore[misc]
     return MicroBatchPair((first, second), order)
 
 

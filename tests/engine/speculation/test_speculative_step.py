@@ -22,10 +22,10 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.samples import StepResult
 from dsa_engine.engine.sampling.chain import Parameters, draw
+from dsa_engine.engine.speculation.passes import PassInputs
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
 from dsa_engine.engine.steps.plan import StepPlan
-from dsa_engine.engine.steps.static_rows import StepRows
 from oracles import SMALL as OPTIONS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -68,9 +68,9 @@ class Script:
         self._requests = [chunk.request for chunk in step.own.chunks]
         self.keys |= {request.id: request.draw_key for request in self._requests}
 
-    def after_decode(self, rows: StepRows, hidden: Any, tokens: Any, accepted: Any, *others: Any) -> torch.Tensor:
-        drafts = self._made(rows, hidden, tokens, accepted, *others)
-        return self._scripted(drafts, (rows.first + accepted).where(rows.positions[:, 0] >= 0, -1))
+    def after_decode(self, step: PassInputs, buffers: Any) -> torch.Tensor:
+        drafts, rows = self._made(step, buffers), step.rows
+        return self._scripted(drafts, (rows.first + step.accepted).where(rows.positions[:, 0] >= 0, -1))
 
     def _scripted(self, drafts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         count = drafts.shape[1]

@@ -96,6 +96,7 @@ def test_all_that_auto_may_choose_is_connected_at_the_start(
         engine = fake_engine(device, "deepseek_v32", 32, {"node_size": 8, "moe_dispatch": "auto"}, **options)
         connected = set(device.connected)
         assert f"and other programs take {format_bytes(device.outside)} of the device" in caplog.text
+        assert caplog.text.count("dispatch of at most") == 2, "the first prefill of each way; there are seven sizes"
         for tokens in (1, 3, 64):
             request = engine.add([5] * (32 * tokens), SamplingParams(max_tokens=1))
             while engine.has_work:
@@ -178,7 +179,7 @@ def test_rows_along_the_rail_are_set_aside(fake_engine: Callable[..., Any]) -> N
         assert request.num_computed_tokens == 512 * 16
         print(f"{engine.step_bytes:,} set aside, {device.peak - before:,} used")
         assert device.peak - before <= engine.step_bytes
-        assert set(device.waits) >= {"event in placement.py:wait"}
+        assert set(device.waits) >= {"event in placement.py:_ways"}
 
 
 def test_rows_of_deep_ep_are_set_aside(fake_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,15 @@ def test_what_ranks_know_of_each_other(parts: list[tuple[int, int, int, int, flo
         if cut and 0 < int(at * length) < length:
             cuts[request] = start + int(at * length)
     steps = [StepPlan.of(chunks, rank, world, config, cuts=cuts) for rank in range(world)]
+    halves = (
+        [replace(c, length=cuts.get(c.request, c.end) - c.start, num_logits=0) for c in chunks],
+        [replace(c, start=at, length=c.end - at, num_logits=0) for c in chunks if (at := cuts.get(c.request))],
+    )
+    for after, half in enumerate(halves):  # as if the chunks before or after the cuts were divided by themselves
+        for rank, step in enumerate(steps):
+            ours, alone = step.part(half, after=bool(after)), StepPlan.of(half, rank, world, config)
+            assert ours.own == alone.own and ours.rows.tolist() == alone.rows.tolist()
+            assert [ours.of_rank(other) for other in range(world)] == [alone.of_rank(other) for other in range(world)]
     plans = [step.own for step in steps]
     tokens = [
         (plan.chunks[s.sequence], position)

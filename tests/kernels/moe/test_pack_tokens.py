@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.moe.choose_replicas import Replicas, choose_replicas
-from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of, topk_of
+from dsa_engine.kernels.moe.pack_tokens import pack_tokens, row_words, tokens_of, unpacked
 
 
 def random_tokens(
@@ -28,7 +28,7 @@ def test_what_is_packed_is_what_arrives(hidden: int, k: int, dtype: torch.dtype,
     seen = tokens_of(packed, hidden, dtype)
     assert seen.data_ptr() == packed.data_ptr(), "tokens are read where they have arrived"
     assert torch.equal(seen[:5].float(), tokens.float()) and not seen[5:].float().any()
-    chosen, carried = topk_of(packed, hidden, dtype, k)
+    _, chosen, carried = unpacked(packed, tokens, k)
     assert torch.equal(chosen[:5], topk_ids) and bool((chosen[5:] == -1).all())
     assert torch.equal(carried[:5], topk_weights) and not carried[5:].any(), "bit for bit"
     again = pack_tokens(seen, chosen, carried)
@@ -41,7 +41,7 @@ def test_rows_in_another_order_and_several_times(device: str) -> None:
     source = torch.tensor([4, 0, 0, 5], dtype=torch.int32, device=device)
     packed = pack_tokens(strided, topk_ids, topk_weights, source=source)
     assert torch.equal(tokens_of(packed, 40, torch.float32), strided[source.long()])
-    chosen, carried = topk_of(packed, 40, torch.float32, 2)
+    _, chosen, carried = unpacked(packed, strided, 2)
     assert torch.equal(chosen, topk_ids[source.long()]) and torch.equal(carried, topk_weights[source.long()])
 
 
@@ -65,7 +65,7 @@ def test_replicas_that_are_chosen_on_the_way(taken: list[int] | None, device: st
 def test_nothing_to_pack(device: str) -> None:
     tokens, topk_ids, topk_weights = random_tokens(0, 12, 2, torch.bfloat16, device)
     packed = pack_tokens(tokens, topk_ids, topk_weights, rows=2)
-    assert topk_of(packed, 12, torch.bfloat16, 2)[0].tolist() == [[-1, -1]] * 2
+    assert unpacked(packed, tokens, 2)[1].tolist() == [[-1, -1]] * 2
     assert pack_tokens(tokens, topk_ids, topk_weights).shape == (0, row_words(12, torch.bfloat16, 2))
     source = torch.empty(0, dtype=torch.int32, device=device)
     assert pack_tokens(tokens, topk_ids, topk_weights, source=source).shape[0] == 0

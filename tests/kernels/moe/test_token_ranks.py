@@ -32,3 +32,16 @@ def test_a_column_of_a_wider_matrix(device: str) -> None:
     experts = torch.arange(12, dtype=torch.int32, device=device).view(3, 4)
     rank_of = torch.tensor([0, 0, 1, 1] * 3, dtype=torch.int32, device=device)
     assert token_ranks(experts[:, 1:3], rank_of, 2).first.tolist() == [[0, 1]] * 3
+
+
+def test_two_tables_at_once(device: str) -> None:
+    """As each by itself, their counts side by side; and without counts."""
+    experts = torch.tensor([[3, 0, -1], [1, 2, 3], [0, 0, 2]], dtype=torch.int32, device=device)
+    tables = torch.tensor([[0, 0, 1, 2], [2, 1, 2, 1]], dtype=torch.int32, device=device)
+    both, each = token_ranks(experts, tables, 3), [token_ranks(experts, one, 3) for one in tables]
+    for number, one in enumerate(each):
+        assert both.ranks[number].equal(one.ranks) and both.first[number].equal(one.first)
+        assert both.counts is not None and one.counts is not None
+        assert both.counts[:, 2 * number : 2 * number + 2].equal(one.counts)
+    uncounted = token_ranks(experts, tables, 3, counted=False)
+    assert uncounted.counts is None and uncounted.first.equal(both.first) and uncounted.ranks.equal(both.ranks)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations import ConversationFormat, MessageDelta
 
 READ = [
-    MessageDelta(reasoning="Hm, "),
-    MessageDelta(reasoning="so"),
-    MessageDelta(content="I "),
-    MessageDelta(content="look"),
-    MessageDelta(tool_calls=[ToolCallDelta(0, "call_0", "weather", '{"city": ')]),
-    MessageDelta(tool_calls=[ToolCallDelta(0, arguments='"Rome"}'), ToolCallDelta(1, "call_1", "weather", "{}")]),
+    MessageDelta("reasoning", "Hm, "),
+    MessageDelta("reasoning", "so"),
+    MessageDelta("content", "I "),
+    MessageDelta("content", "look"),
+    MessageDelta("call", '{"city": ', 0, "call_0", "weather"),
+    MessageDelta("call", '"Rome"}', 0),
+    MessageDelta("call", "{}", 1, "call_1", "weather"),
 ]
 
 

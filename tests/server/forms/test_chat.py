@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsa_engine import LLM, SamplingParams
-from dsa_engine.text.conversations import ConversationFormat, MessageDelta, ToolCallDelta
+from dsa_engine.text.conversations import ConversationFormat, MessageDelta
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
@@ -56,14 +56,14 @@ class CutReader:
     """Reads an answer as a thought, a content and two calls, whatever its text is."""
 
     def push(self, text: str) -> list[MessageDelta]:
-        return [MessageDelta(reasoning=text)] if text else []
+        return [MessageDelta("reasoning", text)] if text else []
 
     def finish(self, whole: bool) -> list[MessageDelta]:
-        first = ToolCallDelta(0, "call_0", "weather", '{"city": ')
         return [
-            MessageDelta(content="so"),
-            MessageDelta(tool_calls=[first]),
-            MessageDelta(tool_calls=[ToolCallDelta(0, arguments='"Rome"}'), ToolCallDelta(1, "call_1", "time", "{}")]),
+            MessageDelta("content", "so"),
+            MessageDelta("call", '{"city": ', 0, "call_0", "weather"),
+            MessageDelta("call", '"Rome"}', 0),
+            MessageDelta("call", "{}", 1, "call_1", "time"),
         ]
 
 

@@ -109,9 +109,9 @@ def test_a_conversation_of_blocks() -> None:
         {"role": "assistant", "content": text("It is")},
     ]
     assert asked.tools[0]["function"] == {"name": "heat", "description": "of a day", "parameters": UNIT}
-    assert asked.thinking is True and asked.reasoning_effort == "low" and asked.continue_final_message
+    assert asked.thinking == thinking and asked.reasoning_effort == "low" and asked.continue_final_message
     assert asked.response_format == {"type": "json_schema", "json_schema": {}}
-    assert asked.model_extra == {"top_k": 5, "thinking_token_budget": 9}
+    assert asked.model_extra == {"top_k": 5}
 
 
 def test_a_call_that_is_enforced(server: Any) -> None:

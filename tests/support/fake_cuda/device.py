@@ -9,6 +9,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -38,6 +39,11 @@ _NO_LAUNCH = {
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm"}
 _ALIGNED = 512  # bytes: PyTorch's allocator rounds up to this
 _GRID_LIMIT = (2**31 - 1, 65535, 65535)  # CUDA's limits of programs in x, y and z
+
+
+def _launch(kernel: Kernel, grid: tuple[int, ...], names: list[str], *args: Any) -> None:
+    count = len(args) - len(names)
+    kernel.launch(grid, *args[:count], **dict(zip(names, args[count:], strict=True)))
 
 
 class _NoDevice(FakeTensorMode):
@@ -116,6 +122,11 @@ class FakeDevice:
             stack.enter_context(self._fake)  # first, as it checks for CUDA
             for where, name, instead in (
                 (Kernel, "launch", lambda kernel, *args, **how: self._run_kernel(kernel, *args, **how)),
+                (
+                    Kernel,
+                    "again",
+                    lambda kernel, grid, args, how: (partial(_launch, kernel, grid, [*how]), [*args, *how.values()]),
+                ),
                 (DummyReader, "load", lambda *_: None),
                 (KVCache, "fill_random", lambda *_: None),
                 (atexit, "register", lambda *_: None),

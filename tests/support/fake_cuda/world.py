@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel import Mesh, ParallelConfig
 from dsa_engine.parallel.device import choose_device
 from dsa_engine.parallel.disaggregation import create_mesh
 from dsa_engine.parallel.experts.layer_placements import ExpertDivision
-from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, NodeGroups, RecvPlan, Way
+from dsa_engine.parallel.experts.placement import (
+    ExpertParallel,
+    ExpertPlacement,
+    NodeGroups,
+    RecvPlan,
+    Way,
+)
 from dsa_engine.parallel.group import Group
 from fake_cuda.device import FakeDevice
 from fake_cuda.events import Launch
@@ -167,35 +175,44 @@ class FakeExpertParallel(ExpertParallel):
 
     skew = 1.0
 
+    def __init__(self, group: Group, placement: ExpertPlacement):
+        super().__init__(group, placement)
+        self._seen = SimpleNamespace()  # the last tokens and pairs
+
     def counts(self, sent: torch.Tensor) -> Callable[[], tuple[RecvPlan, int]]:
-        wait = super().counts(sent)
-
-        def made_up() -> tuple[RecvPlan, int]:
-            wait()
-            total, size = self.pairs, self.group.size
-            each = [total // size] * size
-            local_pairs = self._skewed(total)
-            return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
-
+        made_up: Callable[[], tuple[RecvPlan, int]] = this_thread.as_one(
+            partial, FakeExpertParallel._made_up_counts, self, super().counts(sent)
+        )
         return made_up
 
-    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
-        wait = super().ways(sent, groups, takers)
-        return lambda: self._made_up_ways(len(wait()), groups)
+    def _made_up_counts(self, wait: Callable[[], object]) -> tuple[RecvPlan, int]:
+        wait()
+        total, size = self._seen.pairs, self.group.size
+        each = [total // size] * size
+        local_pairs = self._skewed(total)
+        return RecvPlan(each, [self._skewed(n) for n in each], local_pairs), local_pairs
 
-    def _made_up_ways(self, rounds: int, groups: NodeGroups) -> list[Way]:
+    def ways(self, sent: torch.Tensor, groups: NodeGroups, takers: torch.Tensor) -> Callable[[], list[Way]]:
+        made_up: Callable[[], list[Way]] = this_thread.as_one(
+            partial, FakeExpertParallel._made_up_ways, self, super().ways(sent, groups, takers), groups
+        )
+        return made_up
+
+    def _made_up_ways(self, wait: Callable[[], list[Way]], groups: NodeGroups) -> list[Way]:
         """Each pair crosses to another node, if there are so many, and is passed on in its own row."""
-        rail, inside = groups.rail.size, groups.node.size
-        crossing = self.tokens * min(rail, self.pairs // max(1, self.tokens))
-        self.passed = [self._skewed(n) for n in _even(self.pairs, rounds)]
+        rounds, rail, inside = len(wait()), groups.rail.size, groups.node.size
+        crossing = self._seen.tokens * min(rail, self._seen.pairs // max(1, self._seen.tokens))
+        self._seen.passed = [self._skewed(n) for n in _even(self._seen.pairs, rounds)]
         return [
             Way(
-                RecvPlan(_even(rows, rail), _even(min(self._skewed(rows), rail * self.tokens), rail), local_pairs),
+                RecvPlan(
+                    _even(rows, rail), _even(min(self._skewed(rows), rail * self._seen.tokens), rail), local_pairs
+                ),
                 RecvPlan(_even(local_pairs, inside), _even(local_pairs, inside), local_pairs),
                 local_pairs,
                 local_pairs,
             )
-            for rows, local_pairs in zip(_even(crossing, rounds), self.passed, strict=True)
+            for rows, local_pairs in zip(_even(crossing, rounds), self._seen.passed, strict=True)
         ]
 
     def local_pairs(self, local_ids: torch.Tensor, together: int) -> list[int]:
@@ -210,13 +227,13 @@ class FakeExpertParallel(ExpertParallel):
         super().plans(group, sent)
         rounds, size = sent.shape[:2]
         if group is not self.group:  # inside a node
-            return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self.passed), rounds)]
-        total = self.pairs // size * size
+            return [RecvPlan(_even(n, size), _even(n, size), n) for n in _even(max(self._seen.passed), rounds)]
+        total = self._seen.pairs // size * size
         send, receive = _even(total, rounds), _even(self._skewed(total), rounds)
         return [RecvPlan(_even(n, size), _even(m, size), m) for n, m in zip(send, receive, strict=True)]
 
     def to_physical(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        self.tokens, self.pairs = len(topk_ids), topk_ids.numel()
+        self._seen.tokens, self._seen.pairs = len(topk_ids), topk_ids.numel()
         return super().to_physical(topk_ids)
 
 

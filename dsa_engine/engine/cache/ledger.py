@@ -130,7 +130,8 @@ class PageLedger:
         absent: dict[int, list[int]] = {}  # by page: the pools that lack it
         held: dict[int, array[int]] = {}
         for pool in pools:
-            held[pool], missing = self.pools[pool].begin(numbers, count)
+            its = self.pools[pool]
+            held[pool], missing = its.begin(numbers, count) if len(numbers) else (its.fresh(count), [])
             self._give(request, pool, held[pool])
             for index in missing:
                 absent.setdefault(index, []).append(pool)

@@ -259,6 +259,8 @@ class PagePool:
     @property
     def free(self) -> int:
         """Pages that :meth:`take` can hand out: free and cached ones."""
+        if self._size == 1:
+            return len(self.unused[0]) + self._cached[0].count
         return sum(map(self._free_of, range(self._size)))
 
     def _free_of(self, rank: int) -> int:
@@ -277,6 +279,16 @@ class PagePool:
         for rank in range(self._size):
             mine = turns == rank
             pages[mine] = self._take_of(rank, int(mine.sum()), locked)
+        return pages
+
+    def fresh(self, count: int) -> array[int]:
+        """As :meth:`take`, the pages of a request without a hit: in all pools of its group before its first launch."""
+        unused = self.unused[0]
+        if self._size > 1 or count > len(unused):
+            return as_array(self.take(count))
+        pages = unused[len(unused) - count :]
+        pages.reverse()
+        del unused[len(unused) - count :]
         return pages
 
     def _turns(self, count: int, after: int | None) -> Ints:
@@ -346,8 +358,6 @@ class PagePool:
     def begin(self, numbers: Ints, count: int) -> tuple[array[int], list[int]]:
         """Hands out a request's first ``count`` pages, which begin with those of these digests; the caller has checked
         that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here."""
-        if not len(numbers):
-            return as_array(self.take(count)), []
         pages = self._index.page[self._number, numbers].astype(np.int64)
         hits = pages[pages >= 0]
         cached = self._stamps[hits] >= 0

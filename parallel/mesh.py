@@ -155,9 +155,11 @@ class Mesh:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """All but ``host``: world, ep, cp, tp, and those inside and between nodes."""
+        """All but ``host``: world, ep, cp, tp, dcp if ranks hold contexts together, and those inside and between
+        nodes."""
         by_node = (self.node_groups.node, self.node_groups.rail) if self.node_groups else ()
-        return self.world, self.ep, self.cp, self.tp, *by_node
+        together = () if self.dcp.size == 1 else (self.dcp,)
+        return self.world, self.ep, self.cp, self.tp, *together, *by_node
 
     @property
     def processes(self) -> Group:

@@ -150,6 +150,12 @@ def int4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def worker() -> SimpleNamespace:
-    """The names of the worker script, to run cases in this process."""
-    return SimpleNamespace(**runpy.run_path(str(PROGRAMS / "worker.py")))
+def program() -> Callable[[str], dict[str, Any]]:
+    """The names of a script, to run its cases in this process."""
+    return lambda script: runpy.run_path(str(PROGRAMS / script))
+
+
+@pytest.fixture(scope="session")
+def worker(program: Callable[[str], dict[str, Any]]) -> SimpleNamespace:
+    """The names of the worker script."""
+    return SimpleNamespace(**program("worker.py"))

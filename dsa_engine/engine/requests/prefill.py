@@ -200,11 +200,10 @@ class PrefillStep:
         length = min(remaining, self._budget[group], *([self._scored_budget[group]] if scored else []))
         if 0 < remaining - length < self._least_computed:
             length = max(0, remaining - self._least_computed)
-        if not planned and length and self._max_context is not None:
-            context = self._context[group] + request.num_computed_tokens
-            if context > self._max_context and self._context[group]:
+        if not planned and length and self._max_context is not None and (own := request.num_computed_tokens):
+            if (others := self._context[group]) and others + own > self._max_context:
                 return
-            self._context[group] = context
+            self._context[group] += own
         if length or fetches:
             self._budget[group] -= length
             self._scored_budget[group] -= length if scored else 0

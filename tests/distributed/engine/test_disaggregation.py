@@ -235,3 +235,14 @@ def test_a_rank_that_is_killed_ends_the_run(torchrun: Callable[..., Any], tmp_pa
     done = torchrun(4, "disaggregation_worker.py", 2, tmp_path / "case.json", tmp_path)
     assert done.returncode != 0 and not (tmp_path / "rank0.json").exists()
     assert f"rank      : {killed} (local_rank: {killed})" in done.stderr.split("Root Cause")[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode", "dcp", "decode_dcp"), [(2, 2, 2, 2), (2, 1, 2, 1), (1, 2, 1, 2)])
+def test_parts_that_hold_contexts_together(
+    disaggregated: Callable[..., Any], prefill: int, decode: int, dcp: int, decode_dcp: int
+) -> None:
+    options = MODEL | {"cache_memory": "768KiB", "decode_options": {"dcp_size": decode_dcp}}
+    case = {"options": options, "parallel": {"dcp_size": dcp}, "generate": requests(16), "cancelled": 5}
+    results = disaggregated(prefill, decode, case)
+    check(prefill, results, single(case | {"options": MODEL}))

@@ -47,8 +47,9 @@ class Pages:
         return [self._free[rank].pop() for rank in ranks]
 
 
-def run_case(case: dict[str, Any], parallel: dict[str, Any] | None = None) -> Logits:
-    config = ParallelConfig(**case["parallel"] if parallel is None else parallel)
+def run_case(case: dict[str, Any]) -> Logits:
+    """The logits after each row that this rank computes, of the last of each prompt and all that decode."""
+    config = ParallelConfig(**case["parallel"])
     engine = LLM(case["folder"], parallel=config, **case["options"]).engine
     mesh, size, result = engine.mesh, engine.cache.page_size, Logits()
     rng, groups = random.Random(case["name"]), mesh.world_size // mesh.dcp.size

@@ -32,7 +32,7 @@ def counts(llm: LLM) -> dict[str, Any]:
             end.poll()
     copies = engine.cache_steps.transfer.copies if engine.cache_steps.transfer else None
     return {
-        "lost": sum(engine.cache.pages - free for free in engine.scheduler.free_pages),
+        "lost": engine.mesh.world_size * engine.cache.pages - sum(engine.scheduler.free_pages),
         "preemptions": engine.scheduler.preemptions,
         "pages": engine.cache.pages,
         "tp_size": engine.mesh.tp.size,

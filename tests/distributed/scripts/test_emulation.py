@@ -30,6 +30,7 @@ CASES = [
     case("all_to_all", {"decode_dispatch": "all_to_all"}, [[336], [96]]),
     case("all_gather, tp", {"moe_dispatch": "all_gather", "tp_size": 2}, [[336], [48]]),
     case("tp over all", {"tp_size": 4}, [[288], [96]]),
+    case("contexts together", {"dcp_size": 2, "decode_dispatch": "all_gather"}, [[336], [96]]),
     case("two nodes, auto in decode", {"decode_dispatch": "auto"}, [[288], [96]], nodes=[0, 0, 1, 1]),
 ]
 

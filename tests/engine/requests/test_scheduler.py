@@ -6,6 +6,7 @@ import pickle
 import random
 import tracemalloc
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from dsa_engine.engine.cache.ledger import PrefixCache
 from dsa_engine.engine.requests.limits import Add, Capacity
+from dsa_engine.engine.requests.prefill import PrefillStep
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
@@ -81,6 +83,18 @@ def test_prompts_with_log_probabilities_leave_room_in_their_steps() -> None:
     assert first.prompt_logprobs is not None
     first.prompt_logprobs += [{}] * 8  # as if they had been computed
     assert step(scheduler) == [(0, 8, 1), (1, 0, 4)]
+
+
+def test_a_step_that_reads_few_tokens_of_earlier_ones() -> None:
+    """Those that have too many beside the first wait for the next step; the first never does."""
+    ledger: Any = SimpleNamespace(fetching=lambda request: ())
+    for computed, chosen in (((30, 30, 0, 25, 20), (0, 2, 4)), ((80, 1, 0), (0, 2)), ((0, 80, 1), (0, 1))):
+        planned = PrefillStep([range(2)], 100, [0], ledger, 1, max_context=50)
+        requests = [make_request(number, tokens + 10) for number, tokens in enumerate(computed)]
+        for request, tokens in zip(requests, computed, strict=True):
+            request.num_computed_tokens = tokens
+            planned.add(request)
+        assert [(chunk.request.id, chunk.length) for chunk in planned.chunks] == [(number, 10) for number in chosen]
 
 
 def test_the_maximum_of_requests_at_once() -> None:

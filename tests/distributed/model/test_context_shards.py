@@ -27,6 +27,7 @@ CASES = {
         case("nearly all on one rank", 2, 2, skew=0.95),
         case("padded", 2, 2, "all_gather", padded=True),
         case("dense", 2, 2, model_type="deepseek_v3"),
+        case("many rows, whose thresholds travel", 2, 2, lengths=[9 + 7 * number for number in range(16)]),
     ],
     4: [case("four", 4, 4), case("two whole copies", 4, 2, skew=0.8), case("two groups", 2, 2, "all_gather")],
 }

@@ -119,11 +119,12 @@ def torchrun(fork_ranks: Launch) -> Launch:
 
 @pytest.fixture(scope="session")
 def rank_results(fork_ranks: Launch) -> Callable[..., list[Any]]:
-    """``rank_results(ranks, script, cases, folder)``: what each rank saved, when a script has run the cases."""
+    """``rank_results(ranks, script, cases, folder, timeout=300)``: what each rank saved, when a script has run the
+    cases."""
 
-    def run(ranks: int, script: str, cases: Any, folder: Path) -> list[Any]:
+    def run(ranks: int, script: str, cases: Any, folder: Path, timeout: float = 300) -> list[Any]:
         (folder / "cases.json").write_text(json.dumps(cases))
-        done = fork_ranks(ranks, script, folder / "cases.json", folder)
+        done = fork_ranks(ranks, script, folder / "cases.json", folder, timeout=timeout)
         assert done.returncode == 0, done.stderr
         return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
 

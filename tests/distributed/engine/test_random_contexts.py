@@ -152,3 +152,24 @@ def test_random_cases(
     rng = random.Random(10 * world + seed)
     cases = [random_case(rng, world, f"{world}-{seed}-{n}") for n in range(14)]
     check([case | {"folder": folders[case["model"]]} for case in cases], world, rank_results, worker, tmp_path)
+
+
+@pytest.mark.slow
+def test_400_000_tokens(rank_results: Callable[..., list[Any]], worker: SimpleNamespace, tmp_path: Path) -> None:
+    """A narrow layer on two ranks, in the last pages of caches of more than 2³¹ bytes: the selection and tokens of one
+    process."""
+    keys = {"num_hidden_layers": 1, "num_attention_heads": 2, "index_n_heads": 4, "max_position_embeddings": 1 << 20}
+    write_random_checkpoint(folder := tmp_path / "model", SMALL | {"vocab_size": 204} | keys, fp8=False)
+    rng = random.Random(0)
+    params = {"temperature": 0.0, "max_tokens": 3, "selection": 3, "ignore_eos": True}
+    rounds = [{"prompts": [[rng.randrange(4, 200) for _ in range(400_000)]], "params": [params]}]
+    options = {"device": "cpu", "max_model_len": 400_064, "cache_memory": "1GiB", "max_num_seqs": 1, "progress": False}
+    plain = {"name": "long", "folder": str(folder), "options": options, "generate": rounds}
+    case = plain | {"parallel": {"cp_size": 2, "dcp_size": 2}, "pages": 400_000, "last_pages": True}
+    ranks, one = rank_results(2, "worker.py", [case], tmp_path, timeout=900), worker.run_case(plain)
+    for rank in (each["long"] for each in ranks):
+        assert rank["latent_bytes"] > 1 << 31 and rank["pages_lost"] == 0
+        assert [list(tokens) for tokens in rank["tokens"][0]] == [list(tokens) for tokens in one["tokens"][0]]
+    (positions, weights), (others, theirs) = ranks[0]["long"]["selections"][0], one["selections"][0]
+    assert torch.equal(positions, others) and int(positions.max()) > 390_000
+    torch.testing.assert_close(weights, theirs, rtol=1e-3, atol=1e-4)

@@ -4,6 +4,7 @@ A case is a dictionary: ``name``, ``folder`` (of the model), ``options`` (of ``L
 ``ParallelConfig``), ``prompts`` (token ids, for logits), ``generate``, a list of
 ``{"prompts": …, "params": [{…}, …]}``, and optionally:
 
+* ``last_pages``: the pages with the largest numbers are taken first.
 * ``every``: requests arrive one by one, with so many steps between them; with ``aborts``, that of every fifth step the
   youngest ends that decodes, so many in all.
 * ``broken_seed``: requests with this seed get logits that are not finite.
@@ -81,6 +82,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
         llm.tokenizer.tags = dict(zip(THINKING, case["thoughts"], strict=True))
     ledger = engine.scheduler.ledger
     ledger.max_fetched = case.get("max_fetched", ledger.max_fetched)
+    for pool in ledger.pools if case.get("last_pages") else ():
+        pool.unused = [pages[::-1] for pages in pool.unused]
     fetched: list[int] = []
     engine.after_launch = (*engine.after_launch, lambda chunks: fetched.extend(len(chunk.fetches) for chunk in chunks))
     log = record(engine.mesh.cp)
@@ -135,7 +138,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
     result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
-    result["page_bytes"] = engine.cache.page_bytes
+    result["page_bytes"], result["latent_bytes"] = engine.cache.page_bytes, engine.cache.latent[0].nbytes
     result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")
     result["launched_ahead"] = engine.launched_ahead
     result["bytes_read"] = engine.bytes_read

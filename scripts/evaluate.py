@@ -7,14 +7,13 @@ dense up to that length.
 With --speculative-config '{"num_speculative_tokens": 3}' also tokens a step with drafts, by sampling parameters, and
 how many of 8 continuations of held-out text, 160 tokens with the seeds 0 to 7, are equal without drafts. --rounds 5:
 tokens of a second of the engine's thread at 1, 8 and 32 requests, without drafts, with all, and with as many as bring
-most, of runs in turn, and the ratio of the last to the better of the others.
+most: medians of runs in turn, and the ratio of the last to the better of the others.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,16 +103,11 @@ def retrieval(llm: LLM, documents: Documents, length: int, count: int) -> list[t
 
 def rates_of(engine: Engine, documents: Documents, requests: int, rounds: int) -> list[float]:
     """Decoded tokens of a second of this thread, at temperature 1: without drafts, with all, and with as many as bring
-    most; these have learnt in a round before. A step takes the median time of those with as many drafts: others use
-    this machine meanwhile."""
+    most; these have learnt in a round before."""
     rngs = [np.random.default_rng([SEED, seed]) for seed in range(requests)]
     prompts = [[documents.bos, *np.concatenate([*documents.passage(rng, 200)])[:199].tolist()] for rng in rngs]
-    chosen, tokens = None, Counter[Any]()
-    seconds: defaultdict[Any, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for turn, number in enumerate((asked := [0, engine.options.num_drafts, None]) * (1 + rounds)):
-        if turn == len(asked):
-            tokens.clear()
-            seconds.clear()
+    chosen, rates = None, dict[Any, list[float]]()
+    for number in [0, engine.options.num_drafts, None] * (1 + rounds):
         engine.set_num_drafts(number)
         if number is None:
             decoding = engine.scheduler.decoding
@@ -122,15 +116,14 @@ def rates_of(engine: Engine, documents: Documents, requests: int, rounds: int) -
         added = [engine.add(*one) for one in zip(prompts, params, strict=True)]
         while not all(one.output for one in added):
             engine.step()
-        tokens[number] -= sum(len(one.output) for one in added)
+        before, begun = sum(len(one.output) for one in added), time.thread_time()
         while all(one.finish_reason is None for one in added):
-            drafts, begun = engine.scheduler.decoding.draft_number.number, time.thread_time()
             engine.step()
-            seconds[number][drafts].append(time.thread_time() - begun)
-        tokens[number] += sum(len(one.output) for one in added)
+        seconds = time.thread_time() - begun
+        rates.setdefault(number, []).append((sum(len(one.output) for one in added) - before) / seconds)
         while engine.has_work:
             engine.step()
-    return [tokens[one] / sum(len(of) * statistics.median(of) for of in seconds[one].values()) for one in asked]
+    return [statistics.median(of[1:]) for of in rates.values()]
 
 
 def continuations(llm: LLM, documents: Documents, how: dict[str, Any], count: int = 8) -> dict[str, Any]:

@@ -73,10 +73,10 @@ def run_case(case: dict[str, Any], emulate_rank: int | None = None) -> dict[str,
     before = [group.bytes_sent for group in mesh.groups]
     log = record(*mesh.groups)
     base.expert_mlp = counted
-    mesh.together(lambda: None, 60.0)  # rank 0 waits for no other rank in a call
     try:
         begin = time.perf_counter()
         with mesh.experts.even_routing():
+            mesh.together(lambda: None, 60.0)  # rank 0 waits for no other rank in a call: all route evenly before it
             for prompts in case["prompts"]:
                 llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
             generate_batch(engine, [[5] * 300] * case["world_size"], 3, fill_cache=True)

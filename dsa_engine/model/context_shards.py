@@ -32,7 +32,7 @@ from dsa_engine.kernels.attention.merge_splits import merge_splits
 from dsa_engine.kernels.attention.sparse_attention import sparse_attention
 from dsa_engine.kernels.formats.row_format import IndexKeyFormat
 from dsa_engine.kernels.indexer.lightning_indexer import lightning_indexer
-from dsa_engine.kernels.indexer.nth_largest import nth_largest
+from dsa_engine.kernels.indexer.nth_largest import FEW_ROWS, nth_largest
 from dsa_engine.kernels.indexer.slots_above import slots_above
 from dsa_engine.kernels.rows.segment import Segments, local_visible, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -43,8 +43,6 @@ from dsa_engine.parallel.group import Group
 IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights
 
 NO_PAGE = 2**25  # later than the index of any page
-# Maximum number of rows whose candidates go to all ranks, which find all thresholds: bytes in place of an exchange.
-_FEW_ROWS = 40
 
 
 class Pools(Protocol):
@@ -187,7 +185,7 @@ class GroupRows:
                 *queries, pool, self.tables, self.segments, k,
                 key_format=key_format, workspace=workspace, page_index=self.page_index, keys=keys,
             )  # fmt: skip
-        ranks, few = self.group.size, len(keys) <= _FEW_ROWS
+        ranks, few = self.group.size, len(keys) <= FEW_ROWS
         with stage("communication"):
             parts = self._gather_numbers(keys) if few else self.group.all_to_all(keys)
         with stage("lightning indexer"):

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
 from dsa_engine.parallel.group import Group
 
@@ -75,21 +76,28 @@ class KVCache:
         page_size: int,
         device: torch.device,
         group: Group | None = None,
+        spilled: int = 0,
+        sets: int = 0,
+        hot_rows: int = 0,
     ):
+        """``sets``: of ``hot_rows`` hot rows, one for each request of the group in a decode step."""
         self.format = format
-        self.pages = pages
+        self.pages, self.spilled = pages, spilled
+        self.hot_pages = cdiv(sets * hot_rows, page_size)
         self.page_size = page_size
         self.group = None if group is None or group.size == 1 else group
         self.block_tables = BlockTables(page_size, device)
         if self.group is not None:
-            self.block_tables = ShardTables(page_size, device, self.group, pages)
+            self.block_tables = ShardTables(page_size, device, self.group, pages + spilled)
         self.before_use: list[Callable[[int], None]] = []
         self.after_store: list[Callable[[int], None]] = []
         # Zeros: the rows of modules that have not run (``draft_number.py``) are read like others.
         layers, keys = config.indexer_types, format.index_key
-        self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
+        self.latent = [format.latent.empty_pool(pages + self.hot_pages, page_size, device) for _ in layers]
+        # TODO(moves): pinned on CUDA
+        self.host_latent = [format.latent.empty_pool(spilled, page_size, torch.device("cpu")) for _ in layers]
         self.index_keys = [
-            keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
+            keys.empty_pool(pages + spilled, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
 
     def use(self, layer: int) -> None:

@@ -33,11 +33,13 @@ class Capacity:
     page_size: int
     dcp_size: int = 1  # ranks that hold a request's pages together
     fewest: int | None = None  # the smallest limit of the run, where a request passes through two parts of it
+    spilled: int = 0  # further pages of a rank, whose latent rows lie in host memory
+    sets: int = 0  # of hot rows of a group, one for each request that runs there; 0: without hot rows
 
     @property
     def limit(self) -> int:
         """Maximum number of pages of a request."""
-        return self.pages * self.dcp_size if self.fewest is None else self.fewest
+        return (self.pages + self.spilled) * self.dcp_size if self.fewest is None else self.fewest
 
     def max_pages(self, prompt_len: int, max_tokens: int) -> int:
         """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""

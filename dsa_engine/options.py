@@ -127,8 +127,8 @@ class EngineOptions(Options):
     )
     hot_rows: int = option(
         0,
-        "latent rows of a running request that the device keeps beside its resident pages, at least index_topk for each "
-        "row of a request in a step: pages may then spill to host_cache_memory, all but their index keys, and decode "
+        "latent rows of a running request that the device keeps beside its resident pages, at least index_topk for "
+        "each of its rows in a step: pages may then spill to host_cache_memory, all but their index keys, and decode "
         "reads what it selects there. 0: requests whose pages do not fit are preempted.",
     )
     cache_folder: Folder | None = option(

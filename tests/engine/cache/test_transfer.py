@@ -49,6 +49,10 @@ def contents(pools: list[list[torch.Tensor]]) -> list[list[list[int]]]:
     return [[pool[:, 0].tolist() for pool in layer] for layer in pools]
 
 
+def words(cache: KVCache) -> list[list[torch.Tensor]]:
+    return [[pool.on_device for pool in layer] for layer in cache.page_map.layers]
+
+
 COPIES = st.lists(st.builds(PageCopy, st.booleans(), st.integers(0, PAGES - 1), st.integers(0, SLOTS - 1)), max_size=24)
 
 
@@ -60,12 +64,12 @@ def test_copies_have_the_effect_of_one_after_another(
 ) -> None:
     """Through a buffer of a few pages."""
     cache = make(dtype)
-    pools, host = cache.page_words(), HostPages(cache, SLOTS)
+    pools, host = words(cache), HostPages(cache, SLOTS)
     with pytest.MonkeyPatch.context() as patch:
         largest = max(pool[0].nbytes for layer in pools for pool in layer)
         patch.setattr(host_module, "_STAGING_BYTES", at_once * largest)
         patch.setattr(host_module, "_INDICES", indices)
-        copies = HostCopies(pools, host)
+        copies = HostCopies(cache.page_map, host)
         mark(pools, 1000)
         mark(host.pools, 2000)
         on_device, in_host = contents(pools), contents(host.pools)
@@ -97,7 +101,7 @@ def test_parts_are_the_bytes_of_a_slot(dtype: torch.dtype) -> None:
     cache = make(dtype)
     host = HostPages(cache, SLOTS)
     transfer = PageTransfer(cache, ALONE, host, 0)
-    mark(cache.page_words(), 1000)
+    mark(words(cache), 1000)
     transfer.begin(PageMoves([PageCopy(True, 3, 2)]))
     transfer.copied()
     pools = [pool for pair in zip(cache.latent, cache.index_keys, strict=True) for pool in pair if pool is not None]
@@ -146,7 +150,7 @@ def test_exchange(dtype: torch.dtype, size: int) -> None:
 
     def work(group: Group) -> tuple[Any, ...]:
         cache, rank = make(dtype), group.index
-        pools, host = cache.page_words(), HostPages(cache, SLOTS)
+        pools, host = words(cache), HostPages(cache, SLOTS)
         transfer = PageTransfer(cache, group, host, 4)
         mark(pools, 1000 * rank)
         mark(host.pools, 1000 * rank + 500)
@@ -206,14 +210,14 @@ def test_all_layers_arrive_where_only_the_last_asks() -> None:
 
     def work(group: Group) -> list[Any]:
         cache = make(torch.float32)
-        mark(cache.page_words(), 1000 * group.index)
+        mark(words(cache), 1000 * group.index)
         transfer = PageTransfer(cache, group, None, 1)
         pages = [[], [3]] if group.index == 0 else [[], []]
         fills = [[], []] if group.index == 0 else [[4], []]
         transfer.begin(PageMoves([], pages, fills, True))
         for _ in range(2):
             transfer.arrive(LAYERS - 1)
-        return [layer[0][4] for layer in contents(cache.page_words())]
+        return [layer[0][4] for layer in contents(words(cache))]
 
     assert on_ranks(2, work)[1] == [100 * layer + 3 for layer in range(LAYERS)]
 

@@ -63,6 +63,8 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
+    With hot rows there are ``spilled`` further pages: ``index_keys`` has them too, but their latent rows lie in
+    ``host_latent[layer]``; in ``latent[layer]`` copies of some of these rows follow the pages, ``hot_pages`` of them.
     ``block_tables`` has the pages of requests that steps have run. ``group``: the ranks that hold pages together, whose
     number contains the rank (``context_shards.py``); None: this one alone. ``before_use`` and ``after_store`` are hooks
     of what moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's

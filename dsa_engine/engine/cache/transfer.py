@@ -1,7 +1,8 @@
 """A rank's pages between device and host memory and between ranks, beside the steps that use them, layer by layer.
 
 On CUDA copies run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging
-buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once.
+buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once. A page that
+spills goes through the same buffer: its latent rows to host memory, its index keys to those of another page.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class HostCopies:
         self.bytes_from_host += (len(copies) - to_host) * self._map.page_bytes
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            # Spills and other copies may name the same pages, so these and those follow one another.
+            # Spills and other copies may name the same pages, so they stay in order.
             for spill, some in groupby(copies, lambda copy: copy.slot < 0) if spills else ((False, copies),):
                 part, run = [*some], self._spill if spill else self._run
                 for first in range(0, len(part), _INDICES // (1 + spill)):

@@ -14,6 +14,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
+from dsa_engine.model.hot_rows import HotRows
 from dsa_engine.parallel.group import Group
 
 
@@ -95,10 +96,12 @@ class KVCache:
         layers, keys = config.indexer_types, format.index_key
         self.latent = [format.latent.empty_pool(pages + self.hot_pages, page_size, device) for _ in layers]
         # TODO(moves): pinned on CUDA
-        self.host_latent = [format.latent.empty_pool(spilled, page_size, torch.device("cpu")) for _ in layers]
+        of_host = layers if spilled else ()
+        self.host_latent = [format.latent.empty_pool(spilled, page_size, torch.device("cpu")) for _ in of_host]
         self.index_keys = [
             keys.empty_pool(pages + spilled, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
+        self.hot = HotRows(layers, pages, self.latent, self.host_latent, sets, hot_rows) if spilled else None
 
     def use(self, layer: int) -> None:
         for hook in self.before_use:

@@ -76,10 +76,10 @@ def hot_rows(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
     for batch in sizes.batches:
         pages, slots = batch * cdiv(context, PAGE_SIZE), make.selected(batch, context, k)
         slots += torch.arange(batch, dtype=torch.int32, device=make.device)[:, None] * context
-        of_none = [make.zeros(batch + 1, 2 * k, dtype=torch.int32) for _ in range(2)]
-        tables = make.zeros(pages + 1, PAGE_SIZE, dtype=torch.int32) - 1, *of_none
-        sets = torch.arange(batch, dtype=torch.int32, device=make.device)
-        resolve = partial(resolve_rows, slots, sets, *tables, make.zeros(batch + 1, 4, dtype=torch.int64), 0)
+        where = make.zeros(pages + 1, PAGE_SIZE, dtype=torch.int32) - 1
+        row_of, stamp = (make.zeros(batch + 1, 2 * k, dtype=torch.int32) for _ in range(2))
+        sets, of_set = torch.arange(batch).int().to(make.device), make.zeros(batch + 1, 4, dtype=torch.int64)
+        resolve = partial(resolve_rows, slots, sets, where, row_of, stamp, of_set, 0)
         yield KernelCase("resolve rows", f"{batch} x {k} of {context:,}", resolve, bytes=3 * slots.nbytes)
         for dtype in (make.dtype, FP8):
             latent = latent_format(RANK, ROPE, dtype)

@@ -6,7 +6,6 @@ A page has the same number in both pools and in all layers, so one block table s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
+from dsa_engine.model.pages.hot_rows import HotRows
 from dsa_engine.model.pages.page_map import PageMap, host_memory
 from dsa_engine.parallel.group import Group
 
@@ -92,7 +92,6 @@ class KVCache:
         self.block_tables = BlockTables(page_size, device)
         if self.group is not None:
             self.block_tables = ShardTables(page_size, device, self.group, pages + spilled)
-        self.hot: Any = None  # the state of hot rows; None without them
         self.before_use: list[Callable[[int], None]] = []
         self.after_store: list[Callable[[int], None]] = []
         # Zeros: the rows of modules that have not run (``draft_number.py``) are read like others.
@@ -107,6 +106,7 @@ class KVCache:
         self.index_keys = [
             keys.empty_pool(pages + spilled, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
+        self.hot = HotRows(layers, pages, self.latent, self.host_latent, sets, hot_rows) if spilled else None
         self.page_map = PageMap(self.latent, self.index_keys, self.host_latent, pages, self.hot)
 
     def use(self, layer: int) -> None:

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from dsa_engine.errors import CapacityError
+from dsa_engine.model.pages.hot_rows import HotRows
 
 _ADVICE = "lower host_cache_memory, which each rank takes"
 
@@ -100,9 +101,9 @@ class PageMap:
 
     def __init__(
         self, latent: Sequence[torch.Tensor], index_keys: Sequence[torch.Tensor | None],
-        host_latent: Sequence[torch.Tensor], resident: int, hot: Any,
+        host_latent: Sequence[torch.Tensor], resident: int, hot: HotRows | None,
     ):  # fmt: skip
-        """The pools of a :class:`.KVCache`; ``resident``: the first number of a spilled page; ``hot``: its hot rows."""
+        """The pools of a :class:`.KVCache`, and its hot rows; ``resident``: the first number of a spilled page."""
         pools = [[pool for pool in pair if pool is not None] for pair in zip(latent, index_keys, strict=True)]
         step = math.gcd(*(pool[0].nbytes for layer in pools for pool in layer))
         word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if step % kind.itemsize == 0)

@@ -65,7 +65,8 @@ class ModelRunner:
             bucket = None
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step):
                 bucket = bucket_of(step.decode, self.graphs.contexts, step.num_drafts)
-            if bucket is None and self.cache.group is not None:  # its rows are those of several ranks
+            # Its rows are those of several ranks, or what they select lies in hot rows, not where tables say.
+            if bucket is None and (self.cache.group is not None or self.cache.hot is not None):
                 bucket = own_bucket(step.decode)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket, self._mesh.dcp.ranks)
         if self.micro_batches is not None and not plan.records:

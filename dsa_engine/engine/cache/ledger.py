@@ -231,11 +231,10 @@ class PageLedger:
     def first_pages(self, request: Request, pool: int, count: int) -> Ints:
         return np.array(self._held[request][pool][:count], np.int64)
 
-    def spill(self, request: Request, pool: int, first: int, most: int) -> int:
-        """Spills at most ``most`` of a request's ``first`` first pages in a pool, whose rows are complete; returns how
-        many."""
+    def spill(self, request: Request, pool: int, first: int, limit: int) -> int:
+        """Spills at most ``limit`` of a request's ``first`` first pages in a pool; returns how many."""
         its, held, pages = self.pools[pool], self._held[request][pool], self.first_pages(request, pool, first)
-        at = its.spillable(pages).nonzero()[0][:most]
+        at = its.spillable(pages).nonzero()[0][:limit]
         moved = its.spill(pages[at])
         if spilled := int((moved != pages[at]).sum()):
             pages[at] = moved

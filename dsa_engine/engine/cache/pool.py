@@ -250,8 +250,8 @@ class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
     in the order of their last use. Digests are given by their numbers in the index.
 
-    A *place* is what a rank has of one kind: first the resident pages of each rank, then its spilled ones. What is said
-    of ranks holds for places.
+    A *region* is a rank's resident pages or its spilled ones: first come the regions of the former, by rank, then those
+    of the latter.
 
     Args:
         pages, slots, spilled: of each rank.
@@ -273,13 +273,13 @@ class PagePool:
         self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
         # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
-        self._resident, self._places = pages * size, size if not spilled else 2 * size
+        self._resident, self._regions = pages * size, size if not spilled else 2 * size
         pages += spilled
         if spilled:
             last = (pages - 1) * size
             self.unused += [array("i", range(last + rank, self._resident - 1, -size)) for rank in range(size)]
         self._stamps = np.full(pages * size, -1, np.int32)
-        self._cached = [_Cached(self._stamps) for _ in range(self._places)]
+        self._cached = [_Cached(self._stamps) for _ in range(self._regions)]
         self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
         self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
 
@@ -297,30 +297,30 @@ class PagePool:
     @property
     def free_spilled(self) -> int:
         """The same of spilled pages."""
-        return sum(map(self._free_of, range(self._size, self._places)))
+        return sum(map(self._free_of, range(self._size, self._regions)))
 
     def _free_of(self, rank: int) -> int:
         return len(self.unused[rank]) + self._cached[rank].count
 
     def take(
-        self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset(), place: int = 0
+        self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset(), region: int = 0
     ) -> Ints:
         """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
         the most free pages; raises ``RuntimeError`` if fewer are free. If resident ones are short, the first are
         spilled ones. What resident ones held is copied to host memory, if there is any, without replacing the copies of
-        ``locked``. ``place``: of the first rank; that of its spilled pages: only these are handed out."""
-        if not place and (short := count - self.free) > 0:
+        ``locked``. ``region``: the first rank's; if that of its spilled pages, only such are handed out."""
+        if not region and (short := count - self.free) > 0:
             if short > self.free_spilled:
                 raise RuntimeError(f"{count} pages asked for, {self.free + self.free_spilled} are free")
             first = self.take(short, after, locked, self._size)
             return np.concatenate((first, self.take(count - short, int(first[-1]), locked)))
         if self._size == 1:
-            return self._take_of(place, count, locked)
-        turns = self._turns(count, after, place)
+            return self._take_of(region, count, locked)
+        turns = self._turns(count, after, region)
         pages = np.empty(count, np.int64)
         for rank in range(self._size):
             mine = turns == rank
-            pages[mine] = self._take_of(place + rank, int(mine.sum()), locked)
+            pages[mine] = self._take_of(region + rank, int(mine.sum()), locked)
         return pages
 
     def fresh(self, count: int) -> array[int]:
@@ -333,9 +333,9 @@ class PagePool:
         del unused[len(unused) - count :]
         return pages
 
-    def _turns(self, count: int, after: int | None, place: int = 0) -> Ints:
+    def _turns(self, count: int, after: int | None, region: int = 0) -> Ints:
         """The rank of each of ``count`` new pages; a full one is left out."""
-        size, room, turns = self._size, [*map(self._free_of, range(place, place + self._size))], list[int]()
+        size, room, turns = self._size, [*map(self._free_of, range(region, region + self._size))], list[int]()
         first = room.index(max(room)) if after is None else after + 1
         order = [(first + rank) % size for rank in range(size)]
         while len(turns) < count:
@@ -346,14 +346,14 @@ class PagePool:
                 room[rank] -= rounds
         return np.array(turns[:count], np.int64)
 
-    def _take_of(self, place: int, count: int, locked: frozenset[bytes]) -> Ints:
-        unused = self.unused[place]
+    def _take_of(self, region: int, count: int, locked: frozenset[bytes]) -> Ints:
+        unused = self.unused[region]
         rest = max(0, len(unused) - count)
         pages = np.array(unused[rest:], np.int64)[::-1]
         del unused[rest:]
         if count == len(pages):
             return pages
-        evicted = self._cached[place].take(count - len(pages))
+        evicted = self._cached[region].take(count - len(pages))
         numbers, index = self._digest_of[evicted].astype(np.int64), self._index
         of_digests = index.page[self._number]
         self._digest_of[evicted] = -1
@@ -363,7 +363,7 @@ class PagePool:
             return np.concatenate((pages, evicted))
         for page, number in zip(evicted.tolist(), numbers.tolist(), strict=True):
             digest, of_digests[number] = index.digests[number], -1  # one after another: its copy may be replaced before
-            if place < self._size and (slot := self.host.put(digest, place, locked)) is not None:
+            if region < self._size and (slot := self.host.put(digest, region, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
             else:
                 self._lost(digest)
@@ -381,8 +381,8 @@ class PagePool:
     def placed(self, numbers: Ints) -> int:
         """Number of digests, from the first on, whose pages :meth:`begin` has room for: rows in a rank's host memory
         come back on that rank."""
-        room = [*map(self._free_of, range(self._places))]
-        if self._places > self._size:
+        room = [*map(self._free_of, range(self._regions))]
+        if self._regions > self._size:
             room = [sum(room[rank :: self._size]) for rank in range(self._size)]
         for count, (number, page) in enumerate(zip(*self._pages_of(numbers), strict=True)):
             digest, rank = self._index.digests[number], None
@@ -433,10 +433,10 @@ class PagePool:
         locked = frozenset(digests[index] for index in indices)
         on_ranks = np.array([self.host.rank_of(digests[index]) for index in indices], np.int64)
         brought = np.array(indices, np.int64)
-        short = self._places > self._size and int((pages < 0).sum()) + count - len(numbers) > self.free
+        short = self._regions > self._size and int((pages < 0).sum()) + count - len(numbers) > self.free
         for rank in np.unique(on_ranks).tolist():
             its = brought[on_ranks == rank]
-            if self._places > self._size:
+            if self._regions > self._size:
                 wanted = len(its) if short else max(0, len(its) - self._free_of(rank))
                 spilled = min(wanted, self._free_of(self._size + rank))
                 pages[its[:spilled]] = self._take_of(self._size + rank, spilled, locked)
@@ -470,8 +470,8 @@ class PagePool:
         back = np.array([self.host.rank_of(digest) for digest in digests if digest in self.host], np.int64)
         hits = pages[pages >= 0]
         cached = hits[self._stamps[hits] >= 0]
-        places = cached % size + size * (cached >= self._resident)
-        free = np.array([*map(self._free_of, range(self._places))]) - np.bincount(places, minlength=self._places)
+        regions = cached % size + size * (cached >= self._resident)
+        free = np.array([*map(self._free_of, range(self._regions))]) - np.bincount(regions, minlength=self._regions)
         resident, spilled = free[:size], free[size:]
         brought = np.bincount(back, minlength=size)
         in_spilled = np.minimum(spilled, brought)
@@ -514,8 +514,9 @@ class PagePool:
 
     def _by_rank(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
         size = self._size
-        for place in range(self._places if len(pages) else 0):
-            yield place, pages if self._places == 1 else pages[pages % size + size * (pages >= self._resident) == place]
+        for region in range(self._regions if len(pages) else 0):
+            one = self._regions == 1
+            yield region, pages if one else pages[pages % size + size * (pages >= self._resident) == region]
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the

@@ -23,6 +23,12 @@ def pages_for(tokens: int, page_size: int) -> int:
     return cdiv(tokens, page_size)
 
 
+def least_resident(num_drafts: int, page_size: int) -> int:
+    """Number of resident pages of a rank with which a request alone always has one for its next step: more than pages
+    after :meth:`Capacity.front_pages`, with the drafts of the steps in flight."""
+    return 4 + cdiv(5 * num_drafts, page_size)
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Size of the caches of all ranks, and what fits in them when they are empty."""

@@ -34,13 +34,13 @@ class Spilling:
 
     def spill(self, pool: int, count: int) -> int:
         """Spills ``count`` pages of a pool, or those that can; returns how many."""
-        left = count
+        rest = count
         for request, first in self._holders(pool):
-            if not left or not self._ledger.pools[pool].free_spilled:
+            if not rest or not self._ledger.pools[pool].free_spilled:
                 break
-            left -= self._ledger.spill(request, pool, first, left)
-        self.spilled += count - left
-        return count - left
+            rest -= self._ledger.spill(request, pool, first, rest)
+        self.spilled += count - rest
+        return count - rest
 
     def fits(self, pools: Sequence[int], numbers: Ints, pages: int, front: int, reserved: Ints) -> bool:
         """Whether a request of ``pages`` pages, which begins with those of these digests, and whose pages after those

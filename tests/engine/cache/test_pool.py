@@ -327,9 +327,18 @@ def test_so_it_is_on_many_ranks(tiers: int, preempts: bool, seed: int) -> None:
     run_to_its_end(tiers, preempts, seed, large=True)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 1000))])
-def test_so_it_is_where_pages_spill(seed: int) -> None:
-    run_to_its_end(seed % 4, seed % 3 == 0, seed, spills=True)
+@pytest.mark.parametrize("tiers", [0, 2, 3])
+@settings(max_examples=3)
+@given(preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_so_it_is_where_pages_spill(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed, spills=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(tiers=st.integers(0, 3), preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_so_it_is_where_pages_spill_a_thousand_times(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed, spills=True)
 
 
 def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False, spills: bool = False) -> None:

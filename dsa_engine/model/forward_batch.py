@@ -42,7 +42,7 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.context_shards import NO_PAGE, GroupRows, LayerBuffers
-from dsa_engine.model.hot_rows import HotStep
+from dsa_engine.model.pages.hot_rows import HotStep
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.parallel.group import Group

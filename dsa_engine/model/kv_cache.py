@@ -14,7 +14,7 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
-from dsa_engine.model.hot_rows import HotRows
+from dsa_engine.model.pages.hot_rows import HotRows
 from dsa_engine.parallel.group import Group
 
 

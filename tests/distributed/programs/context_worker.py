@@ -3,8 +3,8 @@
 
 A case has ``name``, ``folder``, ``options`` (of ``LLM``), ``parallel``, ``lengths`` (of prompts, one for each request),
 ``chunk`` (tokens of a request in a prefill step), ``hits`` (tokens of the first prompt that later ones begin with and
-find), ``skew`` (how often a page is one of rank 0), ``decodes`` (steps, each of up to ``rows`` tokens of a request)
-and ``padded``.
+find), ``skew`` (how often a page is one of rank 0), ``decodes`` (steps, each of up to ``rows`` tokens of a request),
+``padded``, and ``hot_rows`` (of each request: before each of these steps some pages spill).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import random
 import sys
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.requests.scheduler import Step
+from dsa_engine.engine.startup import start
 from dsa_engine.engine.steps.context_buckets import ContextBuckets
 from dsa_engine.engine.steps.graphs import DecodeGraphs
+from dsa_engine.model.kv_cache import KVCache
 
 Logits = dict[tuple[int, int], torch.Tensor]  # by request and position
 
@@ -50,6 +53,9 @@ class Pages:
 def run_case(case: dict[str, Any]) -> Logits:
     """The logits after each row that this rank computes, of the last of each prompt and all that decode."""
     config = ParallelConfig(**case["parallel"])
+    if "hot_rows" in case:
+        how = {"spilled": 40, "sets": len(case["lengths"]), "hot_rows": case["hot_rows"]}
+        start.KVCache = partial(KVCache, **how)  # type: ignore[misc,assignment]
     engine = LLM(case["folder"], parallel=config, **case["options"]).engine
     mesh, size, result = engine.mesh, engine.cache.page_size, Logits()
     rng, groups = random.Random(case["name"]), mesh.world_size // mesh.dcp.size
@@ -90,7 +96,10 @@ def run_case(case: dict[str, Any]) -> Logits:
             for chunk in chunks:
                 chunk.request.num_computed_tokens = chunk.end
     requests.sort(key=lambda request: (request.owner, request.id))
+    spilled: dict[int, int] = {}
     for number in range(case["decodes"]):
+        if "hot_rows" in case:
+            _spill(engine, [one for one in requests if one.owner in mesh.dcp.ranks], spilled, rng, case["chunk"])
         counts = np.array([1 + (request.id + number) % case.get("rows", 1) for request in requests], np.int64)
         starts = np.array([len(request) for request in requests], np.int64)
         for request, count in zip(requests, counts.tolist(), strict=True):
@@ -104,6 +113,33 @@ def run_case(case: dict[str, Any]) -> Logits:
         samples = Samples.by_rank(np.arange(len(requests)), owners, counts, mesh.world_size, -1)
         run(Step(chunks, DecodeStep(chunks, samples, starts, 0, 0)))
     return result
+
+
+def _spill(engine: Engine, requests: list[Request], spilled: dict[int, int], rng: random.Random, count: int) -> None:
+    """Spills ``count`` of the pages of the group that are complete; requests may have some in common."""
+    cache, ranks, index = engine.cache, engine.mesh.dcp.size, engine.mesh.dcp.index
+    assert cache.hot is not None
+    last = {page for one in requests for page in one.pages[len(one) // cache.page_size - 1 :]}
+    complete = {page for one in requests for page in one.pages} - last - {*spilled.values()}
+    taken = [0] * ranks
+    for page in spilled.values():
+        taken[page % ranks] += 1
+    for page in rng.sample(sorted(complete), min(len(complete), count)):
+        rank, local = page % ranks, page // ranks
+        if taken[rank] == cache.spilled:
+            continue
+        to = cache.pages + taken[rank]
+        taken[rank] += 1
+        spilled[page] = to * ranks + rank
+        if rank == index:
+            for latent, host, keys in zip(cache.latent, cache.host_latent, cache.index_keys, strict=True):
+                host[to - cache.pages] = latent[local]
+                latent[local] = 40.0
+                if keys is not None:
+                    keys[to], keys[local] = keys[local], 40.0
+            cache.hot.forget([to])
+    for number, request in enumerate(requests):
+        request.pages, request.hot_set = array("i", [spilled.get(page, page) for page in request.pages]), number
 
 
 def _chunks(engine: Engine, requests: list[Request], longest: int) -> list[Chunk]:

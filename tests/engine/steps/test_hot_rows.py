@@ -1,0 +1,146 @@
+"""Decode steps of requests whose pages are partly spilled, by hand: the same bits as with all pages resident; and the
+tokens of an engine without hot rows, whose steps may be padded to other numbers of rows."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.runner import ModelRunner
+from dsa_engine.engine.startup import start
+from dsa_engine.model.kv_cache import KVCache
+
+PAGE, SPILLED, SETS = 8, 24, 4
+OPTIONS: dict[str, Any] = {
+    "device": "cpu", "max_model_len": 256, "page_size": PAGE, "progress": False, "enable_prefix_caching": False,
+}  # fmt: skip
+LENGTHS = ((70, 14), (58, 30), (120, 18), (40, 12), (66, 6), (90, 9))
+LATER = 40.0  # in place of rows that have been spilled
+
+
+class Spills:
+    """Spills pages of the requests that decode: in a step their rows are elsewhere, by other lists of pages."""
+
+    def __init__(self, cache: KVCache, num_drafts: int):
+        self.cache, self.random, self._lookahead = cache, random.Random(1), 1 + 2 * num_drafts
+        self.lists: dict[Request, tuple[Any, array[int]]] = {}  # the scheduler's list, and that with spilled pages
+        self.sets: dict[Request, int] = {}
+        self.free = [*range(cache.pages, cache.pages + cache.spilled)]
+        self.count = 0
+
+    def begin(self, requests: list[Request]) -> None:
+        for request in [one for one in self.lists if one.finish_reason is not None or one not in requests]:
+            self._leave(request)
+        for request in requests:
+            held, pages = self.lists.get(request, (None, array("i")))
+            if held is not request.pages:  # it has been preempted since
+                self._leave(request)
+                pages = array("i")
+            if request not in self.sets:
+                self.sets[request] = self.random.choice([*{*range(SETS)} - {*self.sets.values()}])
+            request.hot_set = self.sets[request]
+            pages.extend(request.pages[len(pages) :])
+            first = (request.num_computed_tokens - self._lookahead) // PAGE - 1  # that may be written again
+            complete = [i for i in range(max(0, first)) if pages[i] < self.cache.pages]
+            for i in self.random.sample(complete, min(len(complete), len(self.free), self.random.choice([0, 0, 1, 4]))):
+                pages = array("i", pages)
+                self._spill(pages[i], to := self.free.pop(self.random.randrange(len(self.free))))
+                pages[i] = to
+            self.lists[request] = request.pages, pages
+            request.pages = pages
+
+    def end(self) -> None:
+        for request, (held, _) in self.lists.items():
+            request.pages = held
+
+    def _leave(self, request: Request) -> None:
+        _, pages = self.lists.pop(request, (None, ()))
+        self.free += [page for page in pages if page >= self.cache.pages]
+        self.sets.pop(request, None)
+
+    def _spill(self, page: int, to: int) -> None:
+        cache = self.cache
+        for latent, host, keys in zip(cache.latent, cache.host_latent, cache.index_keys, strict=True):
+            host[to - cache.pages] = latent[page]
+            latent[page] = LATER
+            if keys is not None:
+                keys[to], keys[page] = keys[page], LATER
+        assert cache.hot is not None
+        cache.hot.forget([to])
+        self.count += 1
+
+
+def spilling(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Spills:
+    runner = llm.engine.runner
+    spills, launch = Spills(runner.cache, runner.num_drafts), ModelRunner.launch
+
+    def launched(self: ModelRunner, plan: Any, before: Any = None) -> Any:
+        if self is not runner or plan.decode is None:
+            return launch(self, plan, before)
+        spills.begin([chunk.request for chunk in plan.own.chunks])
+        try:
+            return launch(self, plan, before)
+        finally:
+            spills.end()
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    return spills
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "eager": {"enforce_eager": True},
+    "fp8 caches": {"kv_cache_dtype": "fp8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "drafts": {"drafts": 2},
+    "drafts that share a selection": {"drafts": 3, "model": "glm_moe_dsa", "index_share_for_mtp_iteration": True},
+    "modules": {"drafts": 2, "modules": 2},
+    "shared selections": {"model": "glm_moe_dsa", "index_topk_pattern": "FSSF"},
+    "fixed forms": {"batch_invariant": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_as_with_resident_pages(
+    name: str,
+    oracle: Callable[..., Any],
+    drafting_oracle: Callable[..., Any],
+    random_ids: Callable[..., list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = dict(CASES[name])
+    drafts, model, modules = case.pop("drafts", 0), case.pop("model", "deepseek_v32"), case.pop("modules", 1)
+    keys = {"index_topk": 16} | {key: case.pop(key) for key in [*case] if key.startswith("index_")}
+    keys |= {"kv_lora_rank": 128, "index_head_dim": 64} if "kv_cache_dtype" in case else {}
+    if drafts:
+        folder = drafting_oracle(model, modules=modules, **keys).folder
+        case["speculative_config"] = {"num_speculative_tokens": drafts}
+    else:
+        folder = oracle(model, num_hidden_layers=4 if "index_topk_pattern" in keys else 2, **keys).folder
+    hot_rows = 16 * (1 if not drafts else 2 * drafts if modules > 1 else 1 + drafts)
+    options = {"max_num_seqs": SETS} | OPTIONS | {"dtype": "float32"} | case
+    prompts = [random_ids(n, seed=n) for n, _ in LENGTHS]
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=1) for _, n in LENGTHS]
+    monkeypatch.setattr(start, "KVCache", partial(KVCache, spilled=SPILLED, sets=SETS, hot_rows=hot_rows))
+    with LLM(folder, **options) as llm:
+        llm.engine.set_num_drafts(drafts)
+        wanted, hot = llm.generate(prompts, params), llm.engine.cache.hot
+        assert hot is not None and int(hot.of_set[..., 2:].sum()) == 0
+        spills = spilling(llm, monkeypatch)
+        for a, b in zip(llm.generate(prompts, params), wanted, strict=True):
+            assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+        asked, misses = hot.of_set[..., 2:].sum((0, 1)).tolist()
+        assert spills.count > 20 and asked > misses > 0
+        graphs = llm.engine.graphs
+        assert "kv_cache_dtype" in case or "enforce_eager" in case or (graphs and graphs.captured)
+    monkeypatch.undo()
+    with LLM(folder, **options) as llm:
+        llm.engine.set_num_drafts(drafts)
+        assert [out.token_ids for out in llm.generate(prompts, params)] == [out.token_ids for out in wanted]

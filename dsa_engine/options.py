@@ -217,6 +217,11 @@ class EngineOptions(Options):
                 f"hot_rows is {self.hot_rows}; it is a number of latent rows that needs host_cache_memory for the rows "
                 "of pages that spill, or 0 for none"
             )
+        if self.hot_rows and self.parallel.prefill_ranks is not None:
+            raise ValueError(
+                f"hot_rows is {self.hot_rows}, and prefill_ranks {self.parallel.prefill_ranks}: ranks that only decode "
+                "have no host_cache_memory to which pages could spill; leave one of them out"
+            )
         if self.cache_folder_size is not None and self.cache_folder is None:
             raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
         if self.decode_options:

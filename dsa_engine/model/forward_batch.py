@@ -292,9 +292,9 @@ class ForwardBatch:
     # [sparse rows, index_topk] int32: slots that an earlier pass has selected, in place of the indexer
     selection: torch.Tensor | None = None
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
-    # Where ranks hold a context together: in a prefill the slots above are those of buffers, which have the rows of all
-    # ranks, and these are of this rank's pools, [R] int32, −1 where another one stores; in a decode step there are the
-    # rows of all ranks, and the slots above are −1.
+    # Where ranks hold a context together, or a prefill reads spilled pages: in a prefill the slots above are those of
+    # buffers, which have the rows of all pages, and these are of this rank's pools, [R] int32, −1 where another one
+    # stores, or the page is spilled; in a decode step there are the rows of all ranks, and the slots above are −1.
     buffers: LayerBuffers | None = None
     pool_slots: torch.Tensor | None = None
     shards: GroupRows | None = None

@@ -4,6 +4,10 @@ The ranks of the group hold a request's pages together, each page on one of them
 rank times the size of the group, plus the index of the rank in the group; so is the number of a slot of host memory.
 A request's pages lie on the ranks in turn, where there is room.
 
+Further pages of a rank may be *spilled*: their index keys are on the device, their latent rows in host memory. Their
+numbers follow those of the resident pages of all ranks, and they are free, held or cached like these, in an order of
+their own.
+
 A full page is known by its digest (:class:`.PageDigests`): requests whose prompts begin alike hold the same pages. A
 page that no request holds keeps its digest and its rows until it is needed. With host memory for pages, its rows are
 then copied there, and come back when a request begins with them.
@@ -27,7 +31,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class PageCopy(NamedTuple):
-    """A page of all layers, from the device to a slot of its rank's host memory or back."""
+    """A page of all layers, from the device to a slot of its rank's host memory or back. A page that spills has the
+    slot -1 - q, if q is the spilled page that gets its rows."""
 
     to_host: bool
     page: int
@@ -45,6 +50,16 @@ class PageMoves:
     sends: list[list[int]] = field(default_factory=list)
     receives: list[list[int]] = field(default_factory=list)
     exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
+
+
+class Room(NamedTuple):
+    """See :meth:`PagePool.room_beside`."""
+
+    absent: int  # how many of the pages are neither here nor in host memory
+    resident: Ints  # [ranks], free pages; so the next
+    spilled: Ints
+    hits: Ints  # the pages that are here
+    unheld: Ints  # the resident ones of them that no request holds
 
 
 class PageIndex:
@@ -235,20 +250,36 @@ class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
     in the order of their last use. Digests are given by their numbers in the index.
 
+    A *region* is a rank's resident pages or its spilled ones: first come the regions of the former, by rank, then those
+    of the latter.
+
     Args:
-        pages, slots: of each rank.
+        pages, slots, spilled: of each rank.
         number: of the pool in the index.
         size: number of ranks.
     """
 
-    def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, number: int = 0, size: int = 1):
+    def __init__(
+        self,
+        pages: int,
+        slots: int = 0,
+        index: PageIndex | None = None,
+        number: int = 0,
+        size: int = 1,
+        spilled: int = 0,
+    ):
         self._index, self._number, self._size, self._slots = index or PageIndex(), number, size, slots
         self.host = HostSlots(slots, self._index, number, size, self._lost)
         self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
         # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
+        self._resident, self._regions = pages * size, size if not spilled else 2 * size
+        pages += spilled
+        if spilled:
+            last = (pages - 1) * size
+            self.unused += [array("i", range(last + rank, self._resident - 1, -size)) for rank in range(size)]
         self._stamps = np.full(pages * size, -1, np.int32)
-        self._cached = [_Cached(self._stamps) for _ in range(size)]
+        self._cached = [_Cached(self._stamps) for _ in range(self._regions)]
         self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
         self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
 
@@ -258,27 +289,38 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that :meth:`take` can hand out: free and cached ones."""
+        """Resident pages that :meth:`take` can hand out: free and cached ones."""
         if self._size == 1:
             return len(self.unused[0]) + self._cached[0].count
         return sum(map(self._free_of, range(self._size)))
 
+    @property
+    def free_spilled(self) -> int:
+        """The same of spilled pages."""
+        return sum(map(self._free_of, range(self._size, self._regions)))
+
     def _free_of(self, rank: int) -> int:
         return len(self.unused[rank]) + self._cached[rank].count
 
-    def take(self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset()) -> Ints:
+    def take(
+        self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset(), region: int = 0
+    ) -> Ints:
         """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
-        the most free pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host memory, if
-        there is any, without replacing the copies of ``locked``."""
-        if count > self.free:
-            raise RuntimeError(f"{count} pages asked for, {self.free} are free")
+        the most free pages; raises ``RuntimeError`` if fewer are free. If resident ones are short, the first are
+        spilled ones. What resident ones held is copied to host memory, if there is any, without replacing the copies of
+        ``locked``. ``region``: the first rank's; if that of its spilled pages, only such are handed out."""
+        if not region and (short := count - self.free) > 0:
+            if short > self.free_spilled:
+                raise RuntimeError(f"{count} pages asked for, {self.free + self.free_spilled} are free")
+            first = self.take(short, after, locked, self._size)
+            return np.concatenate((first, self.take(count - short, int(first[-1]), locked)))
         if self._size == 1:
-            return self._take_of(0, count, locked)
-        turns = self._turns(count, after)
+            return self._take_of(region, count, locked)
+        turns = self._turns(count, after, region)
         pages = np.empty(count, np.int64)
         for rank in range(self._size):
             mine = turns == rank
-            pages[mine] = self._take_of(rank, int(mine.sum()), locked)
+            pages[mine] = self._take_of(region + rank, int(mine.sum()), locked)
         return pages
 
     def fresh(self, count: int) -> array[int]:
@@ -291,9 +333,9 @@ class PagePool:
         del unused[len(unused) - count :]
         return pages
 
-    def _turns(self, count: int, after: int | None) -> Ints:
+    def _turns(self, count: int, after: int | None, region: int = 0) -> Ints:
         """The rank of each of ``count`` new pages; a full one is left out."""
-        size, room, turns = self._size, [*map(self._free_of, range(self._size))], list[int]()
+        size, room, turns = self._size, [*map(self._free_of, range(region, region + self._size))], list[int]()
         first = room.index(max(room)) if after is None else after + 1
         order = [(first + rank) % size for rank in range(size)]
         while len(turns) < count:
@@ -304,14 +346,14 @@ class PagePool:
                 room[rank] -= rounds
         return np.array(turns[:count], np.int64)
 
-    def _take_of(self, rank: int, count: int, locked: frozenset[bytes]) -> Ints:
-        unused = self.unused[rank]
+    def _take_of(self, region: int, count: int, locked: frozenset[bytes]) -> Ints:
+        unused = self.unused[region]
         rest = max(0, len(unused) - count)
         pages = np.array(unused[rest:], np.int64)[::-1]
         del unused[rest:]
         if count == len(pages):
             return pages
-        evicted = self._cached[rank].take(count - len(pages))
+        evicted = self._cached[region].take(count - len(pages))
         numbers, index = self._digest_of[evicted].astype(np.int64), self._index
         of_digests = index.page[self._number]
         self._digest_of[evicted] = -1
@@ -321,7 +363,7 @@ class PagePool:
             return np.concatenate((pages, evicted))
         for page, number in zip(evicted.tolist(), numbers.tolist(), strict=True):
             digest, of_digests[number] = index.digests[number], -1  # one after another: its copy may be replaced before
-            if (slot := self.host.put(digest, rank, locked)) is not None:
+            if region < self._size and (slot := self.host.put(digest, region, locked)) is not None:
                 self.copies.append(PageCopy(True, page, slot))
             else:
                 self._lost(digest)
@@ -339,7 +381,9 @@ class PagePool:
     def placed(self, numbers: Ints) -> int:
         """Number of digests, from the first on, whose pages :meth:`begin` has room for: rows in a rank's host memory
         come back on that rank."""
-        room = [*map(self._free_of, range(self._size))]
+        room = [*map(self._free_of, range(self._regions))]
+        if self._regions > self._size:
+            room = [sum(room[rank :: self._size]) for rank in range(self._size)]
         for count, (number, page) in enumerate(zip(*self._pages_of(numbers), strict=True)):
             digest, rank = self._index.digests[number], None
             if page < 0:
@@ -355,17 +399,24 @@ class PagePool:
     def _pages_of(self, numbers: Ints) -> tuple[list[int], list[int]]:
         return numbers.tolist(), self._index.page[self._number, numbers].tolist()
 
-    def begin(self, numbers: Ints, count: int) -> tuple[array[int], list[int]]:
+    def begin(
+        self, numbers: Ints, count: int, make_room: Callable[[int, Ints], Ints] | None = None
+    ) -> tuple[array[int], list[int]]:
         """Hands out a request's first ``count`` pages, which begin with those of these digests; the caller has checked
-        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here."""
+        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here.
+        ``make_room``: called with the pool's number and the pages that are here, once they are held, to free resident
+        ones; returns them, as some may have spilled."""
         pages = self._index.page[self._number, numbers].astype(np.int64)
-        hits = pages[pages >= 0]
+        here = pages >= 0
+        hits = pages[here]
         cached = self._stamps[hits] >= 0
         self._shared[hits[~cached]] += 1
         for rank, some in self._by_rank(hits[cached]):  # held before any page is taken, so that none of them is evicted
             self._cached[rank].remove(some)
-        brought = self._bring(pages, numbers) if self._slots else np.empty(0, np.int64)
+        brought = self._bring(pages, numbers, count) if self._slots else np.empty(0, np.int64)
         absent = (pages < 0).nonzero()[0]
+        if make_room is not None:
+            pages[here] = make_room(self._number, hits)
         locked = frozenset(self._index.digests[number] for number in numbers[brought].tolist())
         new = self.take(len(absent) + count - len(numbers), locked=locked)
         pages[absent] = new[: len(absent)]
@@ -374,16 +425,63 @@ class PagePool:
         self.name(pages[brought], numbers[brought])
         return as_array(np.concatenate((pages, new[len(absent) :]))), absent.tolist()
 
-    def _bring(self, pages: Ints, numbers: Ints) -> Ints:
-        """Takes a page for each digest that is in host memory only; returns their indices."""
+    def _bring(self, pages: Ints, numbers: Ints, count: int) -> Ints:
+        """Takes a page for each digest that is in host memory only: a spilled one if resident ones are short; returns
+        their indices."""
         digests = [self._index.digests[number] for number in numbers.tolist()]
         indices = [index for index in (pages < 0).nonzero()[0].tolist() if digests[index] in self.host]
         locked = frozenset(digests[index] for index in indices)
         on_ranks = np.array([self.host.rank_of(digests[index]) for index in indices], np.int64)
         brought = np.array(indices, np.int64)
+        short = self._regions > self._size and int((pages < 0).sum()) + count - len(numbers) > self.free
         for rank in np.unique(on_ranks).tolist():
-            pages[brought[on_ranks == rank]] = self._take_of(rank, int((on_ranks == rank).sum()), locked)
+            its = brought[on_ranks == rank]
+            if self._regions > self._size:
+                wanted = len(its) if short else max(0, len(its) - self._free_of(rank))
+                spilled = min(wanted, self._free_of(self._size + rank))
+                pages[its[:spilled]] = self._take_of(self._size + rank, spilled, locked)
+                its = its[spilled:]
+            pages[its] = self._take_of(rank, len(its), locked)
         return brought
+
+    def spillable(self, pages: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these held pages are resident, and held by one request only."""
+        return (pages < self._resident) & (self._shared[pages] == 0)
+
+    def spill(self, pages: Ints) -> Ints:
+        """Moves the rows and digests of held pages (:meth:`spillable`), the first ones, to spilled pages of the same
+        ranks, as many as are free, and takes the former back. Returns the pages that are held now."""
+        moved, size = pages.copy(), self._size
+        for rank in range(size):
+            its = (pages % size == rank).nonzero()[0][: self._free_of(size + rank)]
+            old, new = pages[its], self._take_of(size + rank, len(its), frozenset())
+            moved[its] = new
+            self.copies += [PageCopy(True, *pair) for pair in zip(old.tolist(), (-1 - new).tolist(), strict=True)]
+            numbers = self._digest_of[old]
+            self._digest_of[old], self._digest_of[new] = -1, numbers
+            self._index.page[self._number, numbers[numbers >= 0]] = new[numbers >= 0]
+            self.unused[rank].extend(as_array(old[::-1]))
+        return moved
+
+    def room_beside(self, numbers: Ints) -> Room:
+        """What a request leaves that begins with the pages of these digests, before it takes others."""
+        size, pages = self._size, self._index.page[self._number, numbers].astype(np.int64)
+        digests = [self._index.digests[number] for number in numbers[pages < 0].tolist()]
+        back = np.array([self.host.rank_of(digest) for digest in digests if digest in self.host], np.int64)
+        hits = pages[pages >= 0]
+        cached = hits[self._stamps[hits] >= 0]
+        regions = cached % size + size * (cached >= self._resident)
+        free = np.array([*map(self._free_of, range(self._regions))]) - np.bincount(regions, minlength=self._regions)
+        resident, spilled = free[:size], free[size:]
+        brought = np.bincount(back, minlength=size)
+        in_spilled = np.minimum(spilled, brought)
+        return Room(
+            len(digests) - len(back),
+            resident - (brought - in_spilled),
+            spilled - in_spilled,
+            hits,
+            cached[cached < self._resident],
+        )
 
     def name(self, pages: Ints, numbers: Ints) -> None:
         """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
@@ -415,8 +513,10 @@ class PagePool:
             self.unused[rank].extend(as_array(some))
 
     def _by_rank(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
-        for rank in range(self._size if len(pages) else 0):
-            yield rank, pages if self._size == 1 else pages[pages % self._size == rank]
+        size = self._size
+        for region in range(self._regions if len(pages) else 0):
+            one = self._regions == 1
+            yield region, pages if one else pages[pages % size + size * (pages >= self._resident) == region]
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the

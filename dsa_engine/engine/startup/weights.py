@@ -81,6 +81,23 @@ def refuse_variant(options: EngineOptions, device: torch.device, dtype: torch.dt
             )
 
 
+def refuse_hot_rows(options: EngineOptions, config: ModelConfig) -> None:
+    """Raises ``ValueError`` if ``hot_rows`` are too few, or layers select none that they could hold. ``config``: with
+    the MTP modules that draft."""
+    least = (1 + options.num_drafts) * config.index_topk
+    if options.hot_rows and "none" in config.indexer_types:
+        raise ValueError(
+            f"hot_rows is {options.hot_rows}, and {config.model_type!r} has layers that read all tokens of a context: "
+            "they select none that hot rows could hold; leave hot_rows out"
+        )
+    if 0 < options.hot_rows < least:
+        drafts = f" and as many for each of {options.num_drafts} drafts" if options.num_drafts else ""
+        raise ValueError(
+            f"hot_rows is {options.hot_rows}: a step selects index_topk {config.index_topk} rows for a token{drafts}; "
+            f"give at least {least}, or 0 to keep all rows on the device"
+        )
+
+
 def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_model_len: int) -> str | None:
     """Why the indexer is never used, although the checkpoint has one; None if it is, or there is none."""
     if config.has_indexer:

@@ -1,1 +1,1 @@
-"""Where the rows of pages lie."""
+"""Pages whose rows do not all lie on the device: where they lie, and how they are read."""

@@ -75,12 +75,14 @@ def test_tokens_travel_under_the_other_micro_batch(
         entered.clear()
         cache, stored = engine.cache, dict[int, Any]()
         cache.after_store.append(
-            lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
+            lambda layer: stored.setdefault(layer, [pool.on_device.clone() for pool in cache.page_map.layers[layer]])
         )
         engine.step()
         cache.after_store.clear()
         for layer, pools in stored.items():  # once both micro-batches have stored their rows
-            assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
+            assert all(
+                torch.equal(now.on_device, pool) for now, pool in zip(cache.page_map.layers[layer], pools, strict=True)
+            )
         assert len(stored) == engine.config.num_hidden_layers
         layers = sum(layer.moe is not None for layer in engine.model.layers)
     assert len(travels) == 2 * 2 * layers, "there and back, for each micro-batch and layer"

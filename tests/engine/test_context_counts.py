@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -101,8 +100,8 @@ def test_hot_rows_of_a_layer(
 ) -> None:
     """Two launches of a layer that selects, one of a layer that shares the selection, all in the graph."""
     counts, shared = [], {"num_hidden_layers": LAYERS, "first_k_dense_replace": 1, "index_topk_pattern": pattern}
-    for hot in ({}, {"spilled": 100, "sets": 8, "hot_rows": 4096}):
-        monkeypatch.setattr(start, "KVCache", partial(KVCache, **hot))
+    for hot in ((0, 0, 0), (100, 8, 4096)):
+        monkeypatch.setattr(start, "KVCache", lambda *given, hot=hot: KVCache(*given[:6], *hot))
         with FakeDevice() as device:
             engine = fake_engine(device, "glm_moe_dsa", 1, kv_cache_dtype="fp8", hf_overrides=shared, max_num_seqs=8)
             add_filled(engine, 8, 10_000, GREEDY)

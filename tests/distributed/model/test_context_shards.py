@@ -27,11 +27,10 @@ CASES = {
         case("anywhere", 2, 2),
         case("nearly all on one rank", 2, 2, skew=0.95),
         case("padded", 2, 2, "all_gather", padded=True),
-        case("hot rows", 2, 2, hot_rows=48, chunk=12),
         case("dense", 2, 2, model_type="deepseek_v3"),
         case("many rows, whose thresholds travel", 2, 2, lengths=[9 + 7 * number for number in range(16)]),
-        case("some spilled", 2, 2, resident=20, spilled=90, skew=0.6, decodes=0, least=5),
-        case("some spilled, whole copies", 2, 1, resident=20, spilled=90, decodes=0, least=5),
+        case("some spilled", 2, 2, resident=60, spilled=90, skew=0.6, least=5),
+        case("some spilled, whole copies", 2, 1, resident=60, spilled=90, least=5),
     ],
     4: [case("four", 4, 4), case("two whole copies", 4, 2, skew=0.8), case("two groups", 2, 2, "all_gather")],
 }
@@ -51,8 +50,7 @@ def test_logits(
         cases.append(one | {"folder": str(folder)})
     ranks = rank_results(world, "context_worker.py", cases, tmp_path)
     for one in cases:
-        resident = {key: value for key, value in one.items() if key not in ("hot_rows", "spilled", "resident")}
-        expected = program("context_worker.py")["run_case"](resident | {"parallel": {}})
+        expected = program("context_worker.py")["run_case"](one | {"parallel": {}, "spilled": 0})
         actual: dict[tuple[int, int], torch.Tensor] = {}
         for rank in ranks:
             assert not actual.keys() & rank[one["name"]].keys(), "a row is computed by one rank"

@@ -4,9 +4,8 @@
 A case has ``name``, ``folder``, ``options`` (of ``LLM``), ``parallel``, ``lengths`` (of prompts, one for each request),
 ``chunk`` (tokens of a request in a prefill step), ``hits`` (tokens of the first prompt that later ones begin with and
 find), ``skew`` (how often a page is one of rank 0), ``decodes`` (steps, each of up to ``rows`` tokens of a request),
-``padded``, ``hot_rows`` (of each request: before each of these steps some pages spill), and ``spilled``, how many pages
-of a rank are from the beginning, beside ``resident`` ones. MTP modules run over the rows of prompts; their states count
-as logits of positions after 10,000 each.
+``padded``, and ``spilled``, how many pages of a rank are, beside ``resident`` ones. MTP modules run over the rows of
+prompts; their states count as logits of positions after 10,000 each.
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ from dsa_engine.model.kv_cache import KVCache
 Logits = dict[tuple[int, int], torch.Tensor]  # by request and position
 
 
+HOT_ROWS = 48  # of a request: those that 3 rows may select
+
+
 class Pages:
     """Gives out pages of a group of ranks in random order."""
 
@@ -43,12 +45,15 @@ class Pages:
         self._rng, self._skew, self._ranks = rng, skew, ranks
         self._free = [[page * ranks + rank for page in rng.sample(range(pages), pages)] for rank in range(ranks)]
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, below: int | None = None) -> list[int]:
+        """``below``: the local numbers that may be taken; None: all."""
         ranks = [
             0 if self._rng.random() < self._skew and self._free[0] else self._rng.randrange(self._ranks)
             for _ in range(count)
         ]
-        return [self._free[rank].pop() for rank in ranks]
+        limit = sys.maxsize if below is None else below * self._ranks
+        of_ranks = [self._free[rank] for rank in ranks]
+        return [free.pop(max(i for i, page in enumerate(free) if page < limit)) for free in of_ranks]
 
 
 def run_case(case: dict[str, Any]) -> Logits:
@@ -56,32 +61,35 @@ def run_case(case: dict[str, Any]) -> Logits:
     parallel = ParallelConfig(**case["parallel"])
     engine = LLM(case["folder"], parallel=parallel, **case["options"]).engine
     mesh, cache, result = engine.mesh, engine.cache, Logits()
-    size, hot_rows = cache.page_size, case.get("hot_rows", 0)
-    if spilled := case.get("spilled", 40 * bool(hot_rows)):
-        config, hot = engine.model.config.with_mtp(len(engine.model.mtp)), (len(case["lengths"]), hot_rows)
-        resident = case.get("resident", cache.pages)
-        cache = KVCache(config, cache.format, resident, size, mesh.device, mesh.dcp, spilled, *hot)
-        engine.cache, engine.runner = cache, replace(engine.runner, cache=cache, graphs=None)
+    size = cache.page_size
+    if spilled := case.get("spilled", 0):
+        config = engine.model.config.with_mtp(len(engine.model.mtp))
+        cache = KVCache(
+            config, cache.format, case["resident"], size, mesh.device, mesh.dcp, spilled, len(case["lengths"]), HOT_ROWS
+        )
+        engine.runner = replace(engine.runner, cache=cache, graphs=None)
     rng, groups = random.Random(case["name"]), mesh.world_size // mesh.dcp.size
     if case.get("padded"):
         engine.runner.graphs = DecodeGraphs(
             engine.model, engine.cache, capture=False, contexts=ContextBuckets(fewest=32)
         )
     ids = [[rng.randrange(200) for _ in range(length + 64)] for length in case["lengths"]]
-    pages, skew = cache.pages + case.get("spilled", 0), case.get("skew", 0.0)
+    pages, skew = cache.pages + cache.spilled, case.get("skew", 0.0)
     pools = [Pages(pages, mesh.dcp.size, random.Random(g), skew) for g in range(groups)]
     own, requests = mesh.rank // mesh.dcp.size, list[Request]()
     for number, length in enumerate(case["lengths"]):
         hits = case.get("hits", 0) if number and length > case.get("hits", 0) else 0
         ids[number][:hits] = ids[0][:hits]
-        request = Request(number, ids[number][:length], SamplingParams(max_tokens=64))
+        request = Request(number, ids[number][:length], SamplingParams(max_tokens=64), hot_set=number)
         request.owner = number % mesh.world_size
         request.cp_group = request.owner // mesh.cp_size
         for group, pool in enumerate(pools):
             if group * mesh.dcp.size // mesh.cp_size != request.cp_group:
                 continue
             shared = requests[0].pages[: hits // size] if number and requests[0].cp_group == request.cp_group else []
-            new = pool.take(pages_for(length + 64, size) - len(shared))
+            last = (length - 1) // size  # a page that decode steps write is resident
+            below = cache.pages if case["decodes"] else None
+            new = pool.take(last - len(shared)) + pool.take(pages_for(length + 64, size) - last, below)
             if group == own:
                 request.pages = array("i", [*shared, *new])
         request.num_computed_tokens = hits if requests and requests[0].cp_group == request.cp_group else 0
@@ -106,10 +114,7 @@ def run_case(case: dict[str, Any]) -> Logits:
             for chunk in chunks:
                 chunk.request.num_computed_tokens = chunk.end
     requests.sort(key=lambda request: (request.owner, request.id))
-    moved: dict[int, int] = {}
     for number in range(case["decodes"]):
-        if hot_rows:
-            _spill(engine, [one for one in requests if one.owner in mesh.dcp.ranks], moved, rng, case["chunk"])
         counts = np.array([1 + (request.id + number) % case.get("rows", 1) for request in requests], np.int64)
         starts = np.array([len(request) for request in requests], np.int64)
         for request, count in zip(requests, counts.tolist(), strict=True):
@@ -123,33 +128,6 @@ def run_case(case: dict[str, Any]) -> Logits:
         samples = Samples.by_rank(np.arange(len(requests)), owners, counts, mesh.world_size, -1)
         run(Step(chunks, DecodeStep(chunks, samples, starts, 0, 0)))
     return result
-
-
-def _spill(engine: Engine, requests: list[Request], spilled: dict[int, int], rng: random.Random, count: int) -> None:
-    """Spills ``count`` of the pages of the group that are complete; requests may have some in common."""
-    cache, ranks, index = engine.cache, engine.mesh.dcp.size, engine.mesh.dcp.index
-    assert cache.hot is not None
-    last = {page for one in requests for page in one.pages[len(one) // cache.page_size - 1 :]}
-    complete = {page for one in requests for page in one.pages} - last - {*spilled.values()}
-    taken = [0] * ranks
-    for page in spilled.values():
-        taken[page % ranks] += 1
-    for page in rng.sample(sorted(complete), min(len(complete), count)):
-        rank, local = page % ranks, page // ranks
-        if taken[rank] == cache.spilled:
-            continue
-        to = cache.pages + taken[rank]
-        taken[rank] += 1
-        spilled[page] = to * ranks + rank
-        if rank == index:
-            for latent, host, keys in zip(cache.latent, cache.host_latent, cache.index_keys, strict=True):
-                host[to - cache.pages] = latent[local]
-                latent[local] = 40.0
-                if keys is not None:
-                    keys[to], keys[local] = keys[local], 40.0
-            cache.hot.forget([to])
-    for number, request in enumerate(requests):
-        request.pages, request.hot_set = array("i", [spilled.get(page, page) for page in request.pages]), number
 
 
 def _chunks(engine: Engine, requests: list[Request], longest: int) -> list[Chunk]:

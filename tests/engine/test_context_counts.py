@@ -94,7 +94,8 @@ def test_a_layer(world: int, dcp: int, fake_engine: Callable[..., Engine]) -> No
     assert results == CASES[world, dcp]
 
 
-@pytest.mark.parametrize(("pattern", "more"), [("FFF", 6), pytest.param("FSS", 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("pattern", "more"), [("FFF", 6), ("FSS", 4)])
 def test_hot_rows_of_a_layer(
     pattern: str, more: int, fake_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

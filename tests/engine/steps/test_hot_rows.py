@@ -3,9 +3,11 @@ tokens of an engine without hot rows, whose steps may be padded to other numbers
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.runner import ModelRunner
 from dsa_engine.engine.startup import start
 from dsa_engine.model.kv_cache import KVCache
+from small_config import SMALL
 
 PAGE, SPILLED, SETS = 8, 24, 4
 OPTIONS: dict[str, Any] = {
@@ -144,3 +147,29 @@ def test_the_same_bits_as_with_resident_pages(
     with LLM(folder, **options) as llm:
         llm.engine.set_num_drafts(drafts)
         assert [out.token_ids for out in llm.generate(prompts, params)] == [out.token_ids for out in wanted]
+
+
+@pytest.mark.parametrize("tokens", [600, pytest.param(6_000, marks=pytest.mark.slow)])
+def test_four_requests_where_one_and_a_half_fit(tokens: int, tmp_path: Path) -> None:
+    """All run at once, none is preempted, and all answer as where all rows are on the device."""
+    sizes = {"vocab_size": 204, "num_attention_heads": 4, "num_hidden_layers": 2, "kv_lora_rank": 128}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | sizes | {"max_position_embeddings": 8192}))
+    rng = random.Random(tokens)
+    prompts = [[rng.randrange(200) for _ in range(tokens - 20)] for _ in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    options = OPTIONS | {"max_model_len": tokens, "load_format": "dummy", "dtype": "float32", "max_num_seqs": 4}
+    options |= {"page_size": 4, "enable_prefix_caching": True}
+    with LLM(tmp_path, **options) as llm:
+        wanted, row_bytes = llm.generate(prompts, params), llm.engine.cache.page_bytes // 4
+    few = options | {"cache_memory": 3 * tokens // 2 * row_bytes}
+    with LLM(tmp_path, **few) as llm:
+        assert llm.generate(prompts[:1], params)[0].token_ids == wanted[0].token_ids
+        assert llm.engine.cache.pages * 4 < 1.51 * tokens
+    with LLM(tmp_path, **few, hot_rows=16, host_cache_memory=4 * tokens * row_bytes) as llm:
+        scheduler, most = llm.engine.scheduler, list[int]()
+        llm.engine.runner.hooks.append(lambda plan: most.append(len(plan.own.chunks) * plan.decodes))
+        assert [out.token_ids for out in llm.generate(prompts, params)] == [out.token_ids for out in wanted]
+        assert max(most) == 4 and scheduler.preemptions == 0
+        cache = llm.engine.cache
+        assert cache.hot is not None and int(cache.hot.of_set[..., 3].sum()) > 0
+        assert cache.bytes + cache.hot.device_bytes < 1.01 * few["cache_memory"]

@@ -28,6 +28,12 @@ class Spilling:
         self._ledger, self._front = ledger, front
         self.spilled = 0
 
+    @property
+    def held(self) -> int:
+        """Number of spilled pages that requests hold, of all pools."""
+        ledger = self._ledger
+        return sum(ledger.spilled * ledger.dcp_size - pool.free_spilled for pool in ledger.pools)
+
     def owners(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` whose pool has a set of hot rows left."""
         return [rank for rank in ranks if self._ledger.free_sets[self._ledger.pool_of(rank)]]

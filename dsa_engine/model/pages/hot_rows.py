@@ -9,14 +9,23 @@ share a selection share where its rows lie: each brings its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dsa_engine.kernels.rows.fetch_rows import fetch_rows
 from dsa_engine.kernels.rows.resolve_rows import COLUMNS, Resolved, resolve_rows
-from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.kernels.runtime.transfer import to_host, upload
+
+
+class HotCounts(NamedTuple):
+    """Of all decode steps so far, on this rank."""
+
+    selected: int = 0  # rows of spilled pages, by the layers that select
+    missed: int = 0  # those of them that were not in hot rows
+    fetched_bytes: int = 0  # from host memory, in all layers
 
 
 class HotRows:
@@ -47,6 +56,10 @@ class HotRows:
         self._row_of = torch.full((layers, sets + 1, hot_rows), -1, dtype=torch.int32, device=device)
         self._stamp = torch.zeros_like(self._row_of)
         self.of_set = torch.zeros(layers, sets + 1, COLUMNS, dtype=torch.int64, device=device)
+        row_bytes = latent[0].shape[-1] * latent[0].element_size()
+        self._fetched = torch.tensor(self._tables_of).bincount(minlength=layers) * row_bytes  # for a miss, by tables
+        self._counts, self._asked = HotCounts(), False
+        self._read: Callable[[], torch.Tensor] | None = None
         # By number of requests: their sets, on the host and on the device.
         self._loaded: dict[int, tuple[list[int], torch.Tensor]] = {}
 
@@ -62,11 +75,21 @@ class HotRows:
 
     def load(self, sets: Sequence[Sequence[int]], requests: int) -> None:
         """Sets the sets of a step's requests, by rank that holds pages together, of ``requests`` each with padding."""
+        if self._asked:
+            self._asked, self._read = False, to_host(self.of_set)
         numbers = [number for of_rank in sets for number in (*of_rank, *[self._sets] * (requests - len(of_rank)))]
         known, there = self._loaded.get(len(numbers), ([], self._where.new_empty(len(numbers))))
         if known != numbers:
             upload(torch.tensor(numbers, dtype=torch.int32), there.device, out=there)
             self._loaded[len(numbers)] = numbers, there
+
+    def counts(self) -> HotCounts:
+        """As of the decode step after the call before. Any thread may call it, and only that one waits."""
+        if (read := self._read) is not None:
+            selected, missed = read()[:, :-1, 2:].sum(dim=1).unbind(1)
+            self._counts = HotCounts(int(selected.sum()), int(missed.sum()), int((missed * self._fetched).sum()))
+        self._asked = True
+        return self._counts
 
     def step(self, ranks: int, requests: int, first: int, last: int) -> HotStep:
         """For the requests ``first … last-1`` of each rank, which :meth:`load` has been given."""

@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     "modules": {"drafts": 2, "modules": 2},
     "shared selections": {"model": "glm_moe_dsa", "index_topk_pattern": "FSSF"},
     "fixed forms": {"batch_invariant": True},
+    "records": {"selection": 5},
 }
 
 
@@ -126,10 +127,13 @@ def test_the_same_bits_as_with_resident_pages(
         case["speculative_config"] = {"num_speculative_tokens": drafts}
     else:
         folder = oracle(model, num_hidden_layers=4 if "index_topk_pattern" in keys else 2, **keys).folder
+    # With drafts the host has to see log-probabilities, and with records all: such steps run eagerly.
+    how: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "selection": case.pop("selection", 0)}
+    how |= {} if drafts else {"logprobs": 1}
     hot_rows = 16 * (1 if not drafts else 2 * drafts if modules > 1 else 1 + drafts)
     options = {"max_num_seqs": SETS} | OPTIONS | {"dtype": "float32"} | case
     prompts = [random_ids(n, seed=n) for n, _ in LENGTHS]
-    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=1) for _, n in LENGTHS]
+    params = [SamplingParams(max_tokens=n, **how) for _, n in LENGTHS]
     # The scheduler knows of none.
     monkeypatch.setattr(start, "KVCache", lambda *given: KVCache(*given[:6], SPILLED, SETS, hot_rows))
     with LLM(folder, **options) as llm:
@@ -139,10 +143,14 @@ def test_the_same_bits_as_with_resident_pages(
         spills = spilling(llm, monkeypatch)
         for a, b in zip(llm.generate(prompts, params), wanted, strict=True):
             assert (a.token_ids, a.logprobs) == (b.token_ids, b.logprobs)
+            if how["selection"]:
+                assert a.selection is not None and b.selection is not None
+                assert (a.selection.positions == b.selection.positions).all()
+                assert (a.selection.weights == b.selection.weights).all()
         asked, misses = hot.of_set[..., 2:].sum((0, 1)).tolist()
         assert spills.count > 20 and asked > misses > 0
-        graphs = llm.engine.graphs
-        assert "kv_cache_dtype" in case or "enforce_eager" in case or (graphs and graphs.captured)
+        eager = name in ("eager", "fp8 caches", "records")
+        assert eager or (llm.engine.graphs is not None and llm.engine.graphs.captured)
     monkeypatch.undo()
     with LLM(folder, **options) as llm:
         llm.engine.set_num_drafts(drafts)

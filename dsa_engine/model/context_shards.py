@@ -74,11 +74,8 @@ class LayerBuffers:
         """``chunks``: pages of the request, start and end of each chunk. ``layers``: those before MTP modules, which
         may not run."""
         self._cache, self._group, self._layers = cache, cache.group, layers
-        size, ranks, index = (
-            cache.page_size,
-            *((1, 0) if cache.group is None else (cache.group.size, cache.group.index)),
-        )
-        self._ranks, self._index = ranks, index
+        self._ranks, self._index = (1, 0) if cache.group is None else (cache.group.size, cache.group.index)
+        size, ranks, index = cache.page_size, self._ranks, self._index
         self._entries: dict[int, tuple[list[torch.Tensor], list[Callable[[], torch.Tensor]]]] = {}
         numbers = [np.array(pages, np.int32) for pages, *_ in chunks]
         borders = [(cdiv(start, size), cdiv(end, size)) for _, start, end in chunks]
@@ -98,9 +95,8 @@ class LayerBuffers:
         sent[: len(of_ranks[index])] = of_ranks[index] // ranks
         device = cache.latent[0].device
         self._sent = cache.page_map.moved(sent.tolist(), upload(torch.from_numpy(sent), device))
-        self._written: tuple[MovedPages, torch.Tensor] | None = (
-            None  # spilled pages here, and their numbers in the buffers
-        )
+        # Spilled pages here with rows of the step, and their numbers in the buffers.
+        self._written: tuple[MovedPages, torch.Tensor] | None = None
         if cache.spilled:
             firsts = [start // size for _, start, _ in chunks]
             written = [of[first:end] for of, first, (_, end) in zip(numbers, firsts, borders, strict=True)]

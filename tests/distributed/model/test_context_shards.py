@@ -29,8 +29,8 @@ CASES = {
         case("padded", 2, 2, "all_gather", padded=True),
         case("dense", 2, 2, model_type="deepseek_v3"),
         case("many rows, whose thresholds travel", 2, 2, lengths=[9 + 7 * number for number in range(16)]),
-        case("some spilled", 2, 2, resident=20, spilled=90, skew=0.6, decodes=0, least=5),
-        case("some spilled, whole copies", 2, 1, resident=20, spilled=90, decodes=0, least=5),
+        case("some spilled", 2, 2, resident=60, spilled=90, skew=0.6, least=5),
+        case("some spilled, whole copies", 2, 1, resident=60, spilled=90, least=5),
     ],
     4: [case("four", 4, 4), case("two whole copies", 4, 2, skew=0.8), case("two groups", 2, 2, "all_gather")],
 }

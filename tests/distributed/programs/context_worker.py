@@ -35,6 +35,9 @@ from dsa_engine.model.kv_cache import KVCache
 Logits = dict[tuple[int, int], torch.Tensor]  # by request and position
 
 
+HOT_ROWS = 48  # of a request: those that 3 rows may select
+
+
 class Pages:
     """Gives out pages of a group of ranks in random order."""
 
@@ -42,12 +45,15 @@ class Pages:
         self._rng, self._skew, self._ranks = rng, skew, ranks
         self._free = [[page * ranks + rank for page in rng.sample(range(pages), pages)] for rank in range(ranks)]
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, below: int | None = None) -> list[int]:
+        """``below``: the local numbers that may be taken; None: all."""
         ranks = [
             0 if self._rng.random() < self._skew and self._free[0] else self._rng.randrange(self._ranks)
             for _ in range(count)
         ]
-        return [self._free[rank].pop() for rank in ranks]
+        limit = sys.maxsize if below is None else below * self._ranks
+        of_ranks = [self._free[rank] for rank in ranks]
+        return [free.pop(max(i for i, page in enumerate(free) if page < limit)) for free in of_ranks]
 
 
 def run_case(case: dict[str, Any]) -> Logits:
@@ -58,7 +64,9 @@ def run_case(case: dict[str, Any]) -> Logits:
     size = cache.page_size
     if spilled := case.get("spilled", 0):
         config = engine.model.config.with_mtp(len(engine.model.mtp))
-        cache = KVCache(config, cache.format, case["resident"], size, mesh.device, mesh.dcp, spilled)
+        cache = KVCache(
+            config, cache.format, case["resident"], size, mesh.device, mesh.dcp, spilled, len(case["lengths"]), HOT_ROWS
+        )
         engine.runner = replace(engine.runner, cache=cache, graphs=None)
     rng, groups = random.Random(case["name"]), mesh.world_size // mesh.dcp.size
     if case.get("padded"):
@@ -72,14 +80,16 @@ def run_case(case: dict[str, Any]) -> Logits:
     for number, length in enumerate(case["lengths"]):
         hits = case.get("hits", 0) if number and length > case.get("hits", 0) else 0
         ids[number][:hits] = ids[0][:hits]
-        request = Request(number, ids[number][:length], SamplingParams(max_tokens=64))
+        request = Request(number, ids[number][:length], SamplingParams(max_tokens=64), hot_set=number)
         request.owner = number % mesh.world_size
         request.cp_group = request.owner // mesh.cp_size
         for group, pool in enumerate(pools):
             if group * mesh.dcp.size // mesh.cp_size != request.cp_group:
                 continue
             shared = requests[0].pages[: hits // size] if number and requests[0].cp_group == request.cp_group else []
-            new = pool.take(pages_for(length + 64, size) - len(shared))
+            last = (length - 1) // size  # a page that decode steps write is resident
+            below = cache.pages if case["decodes"] else None
+            new = pool.take(last - len(shared)) + pool.take(pages_for(length + 64, size) - last, below)
             if group == own:
                 request.pages = array("i", [*shared, *new])
         request.num_computed_tokens = hits if requests and requests[0].cp_group == request.cp_group else 0

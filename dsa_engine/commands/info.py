@@ -126,7 +126,7 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int, dcp_size
     hot = None
     if "none" not in config.indexer_types:
         cached_as = cached_as if fp8 is None else cache_format(config, cache_dtype("fp8", bfloat16))
-        of = HotBytes.of(config, cached_as, page_size=1, hot_rows=0)
+        of = HotBytes.of(config, cached_as, page_size=1, sets=0, hot_rows=0)
         hot = {"caches": cached_as.name, "device_bytes": of.keys, "host_bytes": of.latent}
         hot["selected_bytes"] = config.index_topk * of.latent
     return {

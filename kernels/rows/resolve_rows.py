@@ -45,15 +45,19 @@ def resolve_rows_reference(
     sets, ring = sets.long(), torch.arange(hot_rows, device=slots.device)
     base, (hand, now, asked, misses) = sets[:, None] * hot_rows, of_set[sets].split(1, dim=1)
     now, spilled = now + 1, slots.view(count, each, k).long() - limit
+    asked = asked + (spilled >= 0).sum((1, 2))[:, None]
 
     def find(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hot = where[rows.where(rows >= 0, no_row)].long()
         return hot, (rows >= 0) & (hot >= base) & (hot < base + hot_rows)
 
+    resolved = slots.view(count, each, k).clone()
     for row in range(each):
         hot, found = find(spilled[:, row])
         stamp[hot.where(found, no_hot)] = now.int().expand(count, k)
-    resolved = slots.view(count, each, k).clone()
+        # A hit stays one, whatever other requests write to ``where``: so a row takes at most k hot rows.
+        resolved[:, row] = (limit + hot).where(found, resolved[:, row]).int()
+        spilled[:, row].masked_fill_(found, -1)
     source, target = (resolved.new_full((count, each * k + 1), -1) for _ in range(2))
     done = torch.zeros_like(hand)
     for row in range(each):
@@ -78,7 +82,7 @@ def resolve_rows_reference(
         for at, values in ((source, rows), (target, limit + new)):
             at.scatter_(1, (done + number).where(missed, each * k), values.int())
         hand, done = (hand + (ring + 1).where(taken, 0).amax(1, keepdim=True)) % hot_rows, done + missing
-    of_set[sets] = torch.cat((hand, now, asked + (spilled >= 0).sum((1, 2))[:, None], misses + done), dim=1)
+    of_set[sets] = torch.cat((hand, now, asked, misses + done), dim=1)
     for entries, nothing in ((where, -1), (row_of, -1), (stamp, 0)):
         entries[-1:].fill_(nothing)
     return resolved.view_as(slots), source[:, :-1], target[:, :-1]
@@ -89,8 +93,9 @@ def resolve_rows_kernel(
     slots, sets, where, row_of, stamp, of_set, resolved, source, target, each, limit, hot_rows, k,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a request, one after the other, BLOCK slots and RING victims at a time. What others write to the
-    entries of ``where`` meanwhile makes a hit a miss: they are read past the multiprocessor's own cache."""
+    """The rows of a request, one after the other, BLOCK slots and RING victims at a time. Others write to ``where``
+    meanwhile: it is read past the multiprocessor's own cache, and a hit stays one, so that a row takes at most k hot
+    rows. Until its row's turn a miss is resolved to −2."""
     request, column, ahead = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, RING)
     numbers = of_set + tl.load(sets + request).to(tl.int64) * COLUMNS
     base, hand = tl.load(sets + request) * hot_rows, tl.load(numbers).to(tl.int32)
@@ -101,30 +106,33 @@ def resolve_rows_kernel(
         slot = tl.load(slots + first_of_all + at, mask=at < rows, other=-1)
         spilled = slot >= limit
         hot = tl.load(where + (slot - limit), mask=spilled, other=-1, cache_modifier=".cg")
-        tl.store(stamp + hot, now, mask=spilled & (hot >= base) & (hot < base + hot_rows))
+        found = spilled & (hot >= base) & (hot < base + hot_rows)
+        tl.store(stamp + hot, now, mask=found)
+        known = tl.where(found, limit + hot, tl.where(spilled, -2, slot))
+        tl.store(resolved + first_of_all + at, known, mask=at < rows)
         asked += tl.sum(spilled.to(tl.int32))
     tl.debug_barrier()  # victims are chosen after the stamps of all rows
     for row in range(each):
         for first in range(0, k, BLOCK):
             at = first_of_all + row * k + first + column
             slot = tl.load(slots + at, mask=first + column < k, other=-1)
-            spilled = slot >= limit
-            hot = tl.load(where + (slot - limit), mask=spilled, other=-1, cache_modifier=".cg")
-            missed = spilled & ((hot < base) | (hot >= base + hot_rows))
+            unknown = tl.load(resolved + at, mask=first + column < k, other=0) == -2
+            hot = tl.load(where + (slot - limit), mask=unknown, other=-1, cache_modifier=".cg")
+            missed = unknown & ((hot < base) | (hot >= base + hot_rows))
             missing, number = tl.sum(missed.to(tl.int32)), tl.cumsum(missed.to(tl.int32)) - 1
-            found, seen = hand * 0, hand * 0
-            while (found < missing) & (seen < hot_rows):
+            chosen, seen = hand * 0, hand * 0
+            while (chosen < missing) & (seen < hot_rows):
                 victim = hand + ahead
                 victim = base + tl.where(victim < hot_rows, victim, victim - hot_rows)
                 inside = ahead < hot_rows - seen
                 free = inside & (tl.load(stamp + victim, mask=inside, other=0) != now)
-                rank = found + tl.cumsum(free.to(tl.int32)) - 1
+                rank = chosen + tl.cumsum(free.to(tl.int32)) - 1
                 taken = free & (rank < missing)
                 tl.store(target + first_of_all + done + rank, limit + victim, mask=taken)
-                found += tl.sum(taken.to(tl.int32))
+                chosen += tl.sum(taken.to(tl.int32))
                 last = tl.max(tl.where(taken, ahead + 1, 0))
                 seen += RING
-                hand += tl.where(found < missing, tl.minimum(RING, hot_rows), last)
+                hand += tl.where(chosen < missing, tl.minimum(RING, hot_rows), last)
                 hand = tl.where(hand < hot_rows, hand, hand - hot_rows)
             tl.debug_barrier()
             new = tl.load(target + first_of_all + done + number, mask=missed, other=0) - limit
@@ -135,9 +143,7 @@ def resolve_rows_kernel(
             tl.store(row_of + new, slot - limit, mask=missed)
             tl.store(stamp + new, now, mask=missed)
             tl.store(source + first_of_all + done + number, slot - limit, mask=missed)
-            tl.store(
-                resolved + at, tl.where(spilled, limit + tl.where(missed, new, hot), slot), mask=first + column < k
-            )
+            tl.store(resolved + at, limit + tl.where(missed, new, hot), mask=unknown)
             done += missing
             tl.debug_barrier()  # the next rows find what these have taken
     for first in range(0, rows, BLOCK):

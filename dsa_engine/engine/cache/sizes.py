@@ -18,6 +18,7 @@ from dsa_engine.engine.cache.transfer import HostPages, PageTransfer, staging_by
 from dsa_engine.engine.requests.limits import least_resident, pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.resolve_rows import COLUMNS
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
 from dsa_engine.model.model import Model
@@ -74,20 +75,20 @@ def _useful_pages(options: EngineOptions, mesh: Mesh, max_model_len: int) -> int
 class HotBytes(NamedTuple):
     """Bytes on a rank, in all layers, of hot rows and of pages that spill."""
 
-    rows: int  # of the hot rows of all sets, and what is recorded of them
+    rows: int  # of the hot rows of all sets, and their tables
     page: int  # of a resident page
     keys: int  # of a spilled page on the device: its index keys, and where its rows are
     latent: int  # of a spilled page in host memory
 
     @classmethod
-    def of(cls, config: ModelConfig, format: CacheFormat, page_size: int, hot_rows: int) -> HotBytes:
-        """``hot_rows``: of all sets together."""
+    def of(cls, config: ModelConfig, format: CacheFormat, page_size: int, sets: int, hot_rows: int) -> HotBytes:
         layers, selecting = len(config.indexer_types), config.indexer_types.count("full")
         latent, page = page_size * format.latent.row_bytes * layers, page_size * cache_bytes_per_token(config, format)
-        # int32 each: the hot row of a row; the row of a hot row, and when it was used.
-        recorded = 8 * hot_rows * selecting
-        keys = page - latent + 4 * page_size * selecting
-        return cls(cdiv(hot_rows, page_size) * latent + recorded, page, keys, latent)
+        # As HotRows has them, with a set and a page of padding: int32 for each spilled row its hot row, for each hot
+        # row its row, and when it was used.
+        tables = 4 * page_size + (sets + 1) * (8 * hot_rows + 8 * COLUMNS)
+        rows = cdiv(sets * hot_rows, page_size) * latent + tables * selecting
+        return cls(rows, page, page - latent + 4 * page_size * selecting, latent)
 
     def divide(self, memory: int, host: int, useful: int) -> tuple[int, int]:
         """Numbers of resident and of spilled pages, ``useful`` ones together, in ``memory`` on the device and ``host``
@@ -141,7 +142,7 @@ class TierSizes(NamedTuple):
     ) -> tuple[int, TierSizes]:
         """The number of resident pages, and these sizes where some may spill to ``host_cache_memory``."""
         page_size, sets = options.page_size, cdiv(options.max_num_seqs * mesh.dcp.size, mesh.world_size)
-        of = HotBytes.of(config, format, page_size, sets * options.hot_rows)
+        of = HotBytes.of(config, format, page_size, sets, options.hot_rows)
         memory, useful = _cache_memory(options, mesh, for_steps), _useful_pages(options, mesh, max_model_len)
         host = parse_bytes(options.host_cache_memory or 0, "host_cache_memory")
         spilled = min(mesh.all_gather_int(of.divide(memory, host, useful)[1]))

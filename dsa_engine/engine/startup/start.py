@@ -303,12 +303,10 @@ def capture(prepared: Prepared, engine: Engine) -> None:
 
 def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = (cache.pages + cache.spilled) * cache.page_size, prepared.mesh.world_size
-    spills = (
-        f", of {cache.spilled * cache.page_size:,} of which latent rows lie in host memory" if cache.spilled else ""
-    )
     how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
     together = f", {prepared.mesh.dcp.size} of which hold a request together" if not prepared.mesh.dcp.alone else ""
+    spills = f", the latent rows of {cache.spilled * cache.page_size:,} in host memory" if cache.spilled else ""
     text = (
         f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"
         f"{spills}; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "

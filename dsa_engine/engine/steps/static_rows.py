@@ -50,7 +50,8 @@ class StaticRows:
         rows, of_group = bucket.requests * each, {}
         if cache.group is not None:
             here = cache.page_size * cache.block_tables.shape(bucket.requests, bucket.context)[1]
-            ranks, halves = range(cache.group.size), ((0, rows // 2), (rows // 2, rows)) if bucket.is_cut else ()
+            half = bucket.requests // 2 * each
+            ranks, halves = range(cache.group.size), ((0, half), (half, rows)) if bucket.is_cut else ()
             for part in ((0, rows), *halves):
                 own = Segments.of(segments).part(*part)
                 moved = [
@@ -115,7 +116,8 @@ class StaticRows:
 
         if not self.is_cut:
             return part(0, rows)
-        halves = partial(part, 0, rows // 2), partial(part, rows // 2, rows)
+        half = rows // self.each // 2 * self.each  # no request is cut
+        halves = partial(part, 0, half), partial(part, half, rows)
         return replace(part(0, rows), micro_batches=MicroBatchPair(halves, None))
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from dsa_engine import ParallelConfig
 from dsa_engine.engine.cache.pool import PageIndex, PagePool
+from dsa_engine.engine.cache.sizes import HotBytes
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
@@ -168,6 +172,55 @@ def test_the_first_pages_of_a_long_prompt_spill_as_it_enters() -> None:
     assert [page >= 8 for page in second.pages] == [True] * 5 + [False] * 5
     with pytest.raises(CapacityError, match=r"has 48; raise cache_memory and host_cache_memory by a factor of 1\.04"):
         scheduler.capacity.check(191, 8)
+
+
+HOT: dict[str, Any] = {"hot_rows": 32, "host_cache_memory": "4MiB", "page_size": 4, "max_num_seqs": 3}
+
+
+def test_the_device_has_what_was_counted(tiny_llm: Callable[..., Any]) -> None:
+    """Hot rows first, then index keys and tables of spilled pages, then resident pages; host memory has the rest."""
+    for sizes in ({"max_model_len": 100}, {"max_model_len": 3000}, {"max_num_seqs": 8}):
+        llm = tiny_llm(900, **HOT | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}} | sizes)
+        prepared, cache, capacity = llm.engine.options, llm.engine.cache, llm.engine.scheduler.capacity
+        config = llm.engine.model.config.with_mtp(1)
+        of = HotBytes.of(config, cache.format, 4, capacity.sets, 32)
+        taken = cache.bytes + cache.hot.device_bytes
+        assert taken == of.rows + cache.pages * of.page + cache.spilled * of.keys <= prepared.cache_memory
+        useful = prepared.max_num_seqs * -(-prepared.max_model_len // 4)
+        assert useful <= cache.pages + cache.spilled <= useful + 2 or taken > prepared.cache_memory - of.page
+        host = cache.spilled * of.latent + llm.engine.scheduler.ledger.slots * of.page
+        assert (4 << 20) - of.page < host <= 4 << 20
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host_cache_memory": None}, r"^hot_rows is 32; it is a number of latent rows that needs host_cache_memory"),
+        ({"hot_rows": -1}, r"^hot_rows is -1; it is a number"),
+        ({"hot_rows": 15}, r"^hot_rows is 15: a step selects index_topk 16 rows for a token; give at least 16, or 0"),
+        (
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            r"rows for a token and as many for each of 2 drafts; give at least 48, or 0",
+        ),
+        ({"hf_overrides": {"index_topk": 0}}, r"^hot_rows is 32, and '.*' has layers that read all tokens"),
+        (
+            {"parallel": ParallelConfig(prefill_ranks=1)},
+            r"^hot_rows is 32, and prefill_ranks 1: ranks that only decode",
+        ),
+        (
+            {"hot_rows": 200},
+            r"^the caches are too small for hot_rows 200: 3 sets .* so there are 0 resident pages of at",
+        ),
+        (
+            {"host_cache_memory": 9000},
+            r"0 spilled ones of at least 1; raise cache_memory or host_cache_memory, or lower",
+        ),
+    ],
+)
+def test_what_hot_rows_need(options: dict[str, Any], says: str, tiny_llm: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=says):
+        tiny_llm(400, **HOT | options)
 
 
 def test_a_request_waits_for_hot_rows() -> None:

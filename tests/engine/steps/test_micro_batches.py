@@ -10,7 +10,9 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.engine.steps.micro_batches import cut_chunks
+from dsa_engine.engine.steps.static_rows import StaticRows
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model.profile_stages import set_hook
 from gloo_ranks import watch_transfers
@@ -35,6 +37,14 @@ def test_drafts_of_a_request_stay_together() -> None:
     chunks = [chunk(number, 50, 3, range(1)) for number in range(3)]
     first, second = cut_chunks(chunks, whole=True)
     assert [c.request.id for c in first] == [0, 1] and [c.request.id for c in second] == [2]
+
+
+def test_no_request_of_a_padded_step_is_cut(demo_random: LLM) -> None:
+    model, cache = demo_random.engine.model, demo_random.engine.cache
+    rows = StaticRows.of(Bucket(3, 3, cache.page_size, is_cut=True), 3, model, cache)
+    batch = rows.batch(torch.zeros(3, 1).int(), torch.arange(9), torch.zeros(9).long())
+    assert batch.micro_batches is not None
+    assert [half().rows for half in batch.micro_batches.batches] == [3, 6]
 
 
 class Stages(list[str]):

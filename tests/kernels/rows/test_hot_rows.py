@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_plain_model(
 @pytest.mark.parametrize(("each", "k", "hot_rows"), [(1, 6, 6), (3, 5, 15)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_resolved_rows_hold_what_was_selected(device: str, each: int, k: int, hot_rows: int, shared: bool) -> None:
-    """Whatever was written to spilled pages since, and whatever other request holds them; resident rows stay as they are."""
+    """Whatever spilled pages have got since, and whatever other request holds them; resident rows stay."""
     tables, rng = Tables(3, hot_rows, device), random.Random(0)
     resident = tables.pool[:PAGES].clone()
     for requests in steps(10 + each, each, k, shared):

@@ -9,7 +9,7 @@ takes the next one in their ring that this call does not use; :func:`.fetch_rows
     miss:     g = the next of the ring with stamp[g] ≠ now;  where[row_of[g]] = −1 if that was g;  where[s] = g
     both:     row_of[g] = s,  stamp[g] = now,  resolved = limit + g
 
-Always: where[s] = g ≥ 0 implies row_of[g] = s. Whoever writes a spilled row sets its ``where`` to −1. Where two
+Always: where[s] = g ≥ 0 implies row_of[g] = s. What writes a spilled row sets its ``where`` to −1. Where two
 requests hold a spilled page, each misses what the other has fetched since, and the order of programs decides whose hot
 row ``where`` has.
 
@@ -53,17 +53,17 @@ def resolve_rows_reference(
 
     resolved = slots.view(count, each, k).clone()
     for row in range(each):
-        hot, found = find(spilled[:, row])
-        stamp[hot.where(found, no_hot)] = now.int().expand(count, k)
+        hot, hits = find(spilled[:, row])
+        stamp[hot.where(hits, no_hot)] = now.int().expand(count, k)
         # A hit stays one, whatever other requests write to ``where``: so a row takes at most k hot rows.
-        resolved[:, row] = (limit + hot).where(found, resolved[:, row]).int()
-        spilled[:, row].masked_fill_(found, -1)
+        resolved[:, row] = (limit + hot).where(hits, resolved[:, row]).int()
+        spilled[:, row].masked_fill_(hits, -1)
     source, target = (resolved.new_full((count, each * k + 1), -1) for _ in range(2))
     done = torch.zeros_like(hand)
     for row in range(each):
         rows = spilled[:, row]
-        hot, found = find(rows)
-        missed = (rows >= 0) & ~found
+        hot, hits = find(rows)
+        missed = (rows >= 0) & ~hits
         victims = base + (hand + ring) % hot_rows
         free = stamp[victims] != now
         rank, missing = free.cumsum(1), missed.sum(1, keepdim=True)
@@ -106,9 +106,9 @@ def resolve_rows_kernel(
         slot = tl.load(slots + first_of_all + at, mask=at < rows, other=-1)
         spilled = slot >= limit
         hot = tl.load(where + (slot - limit), mask=spilled, other=-1, cache_modifier=".cg")
-        found = spilled & (hot >= base) & (hot < base + hot_rows)
-        tl.store(stamp + hot, now, mask=found)
-        known = tl.where(found, limit + hot, tl.where(spilled, -2, slot))
+        hits = spilled & (hot >= base) & (hot < base + hot_rows)
+        tl.store(stamp + hot, now, mask=hits)
+        known = tl.where(hits, limit + hot, tl.where(spilled, -2, slot))
         tl.store(resolved + first_of_all + at, known, mask=at < rows)
         asked += tl.sum(spilled.to(tl.int32))
     tl.debug_barrier()  # victims are chosen after the stamps of all rows

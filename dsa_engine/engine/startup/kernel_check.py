@@ -67,7 +67,7 @@ def check_kernels(
     libraries.use(in_use)
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
-            _compare(model, stored, path, tokens, options.hot_rows, bar)
+            _compare(model, stored, path, tokens, bar, options.hot_rows)
     else:
         logger.info("kernels were compared with their references before, for this device and model: %s", path)
     # Only what every rank has chosen is used: a rank may have found it wrong.
@@ -156,7 +156,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int, hot_rows: int = 0)
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, hot_rows: int, bar: Any) -> None:
+def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, bar: Any, hot_rows: int = 0) -> None:
     """Replaces each kernel that differs from its reference, and stores what is replaced."""
     begun = [""]  # names of kernels
 

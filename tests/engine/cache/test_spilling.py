@@ -198,12 +198,18 @@ def test_the_device_has_what_was_counted(tiny_llm: Callable[..., Any]) -> None:
     [
         ({"host_cache_memory": None}, r"^hot_rows is 32; it is a number of latent rows that needs host_cache_memory"),
         ({"hot_rows": -1}, r"^hot_rows is -1; it is a number"),
-        ({"hot_rows": 15}, r"^hot_rows is 15: a step selects index_topk 16 rows for a token; give at least 16, or 0"),
+        (
+            {"hot_rows": 15},
+            r"^hot_rows is 15: a step selects index_topk 16 rows for a token, .*; give at least 16, or 0",
+        ),
         (
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-            r"rows for a token and as many for each of 2 drafts; give at least 48, or 0",
+            r"up to 3 of a request with 2 drafts; give at least 48, or 0",
         ),
-        ({"hf_overrides": {"index_topk": 0}}, r"^hot_rows is 32, and '.*' has layers that read all tokens"),
+        (
+            {"hf_overrides": {"model_type": "deepseek_v3"}},
+            r"^hot_rows is 32, and 'deepseek_v3' has layers that read all tokens",
+        ),
         (
             {"parallel": ParallelConfig(prefill_ranks=1)},
             r"^hot_rows is 32, and prefill_ranks 1: ranks that only decode",
@@ -213,7 +219,7 @@ def test_the_device_has_what_was_counted(tiny_llm: Callable[..., Any]) -> None:
             r"^the caches are too small for hot_rows 200: 3 sets .* so there are 0 resident pages of at",
         ),
         (
-            {"host_cache_memory": 9000},
+            {"host_cache_memory": 6000},
             r"0 spilled ones of at least 1; raise cache_memory or host_cache_memory, or lower",
         ),
     ],

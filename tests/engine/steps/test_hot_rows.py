@@ -110,7 +110,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("drafts", "shared selections"))) for n in CASES],
+)
 def test_the_same_bits_as_with_resident_pages(
     name: str,
     oracle: Callable[..., Any],
@@ -174,10 +177,10 @@ def test_four_requests_where_one_and_a_half_fit(tokens: int, tmp_path: Path) -> 
         assert llm.generate(prompts[:1], params)[0].token_ids == wanted[0].token_ids
         assert llm.engine.cache.pages * 4 < 1.51 * tokens
     with LLM(tmp_path, **few, hot_rows=16, host_cache_memory=4 * tokens * row_bytes) as llm:
-        scheduler, most = llm.engine.scheduler, list[int]()
-        llm.engine.runner.hooks.append(lambda plan: most.append(len(plan.own.chunks) * plan.decodes))
+        scheduler, counts = llm.engine.scheduler, list[int]()
+        llm.engine.runner.hooks.append(lambda plan: counts.append(len(plan.own.chunks) * plan.decodes))
         assert [out.token_ids for out in llm.generate(prompts, params)] == [out.token_ids for out in wanted]
-        assert max(most) == 4 and scheduler.preemptions == 0
+        assert max(counts) == 4 and scheduler.preemptions == 0
         cache = llm.engine.cache
         assert cache.hot is not None and int(cache.hot.of_set[..., 3].sum()) > 0
         assert cache.bytes + cache.hot.device_bytes < 1.01 * few["cache_memory"]

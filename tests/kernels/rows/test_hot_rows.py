@@ -33,11 +33,11 @@ class Model:
         resolved = []
         for row in rows:
             resolved.append([*row])
-            found = [self.where.get(slot - LIMIT) for slot in row]
+            before = [self.where.get(slot - LIMIT) for slot in row]
             for i, slot in enumerate(row):
                 if slot < LIMIT:
                     continue
-                hot = found[i]
+                hot = before[i]
                 if hot not in of_set:
                     while (hot := base + self.hands[own]) in used:
                         self.hands[own] = (self.hands[own] + 1) % self.hot_rows
@@ -82,9 +82,9 @@ def selections(rng: random.Random, each: int, k: int, pages: list[int]) -> list[
         return [different[i * k : (i + 1) * k] for i in range(each)]
     rows = [rng.sample(slots, min(k, len(slots)))]
     for _ in range(1, each):
-        kept = rng.sample(rows[-1], len(rows[-1]) * 2 // 3)
-        others = rng.sample([slot for slot in slots if slot not in kept], len(rows[-1]) - len(kept))
-        rows.append(rng.sample(kept + others, len(rows[-1])))
+        same = rng.sample(rows[-1], len(rows[-1]) * 2 // 3)
+        others = rng.sample([slot for slot in slots if slot not in same], len(rows[-1]) - len(same))
+        rows.append(rng.sample(same + others, len(rows[-1])))
     count = rng.choice([k, k, rng.randrange(k + 1)])
     return [(row[:count] + [-1] * k)[:k] for row in rows]
 
@@ -128,7 +128,7 @@ def test_rows_are_those_of_the_plain_model(
 @pytest.mark.parametrize(("each", "k", "hot_rows"), [(1, 6, 6), (3, 5, 15)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_resolved_rows_hold_what_was_selected(device: str, each: int, k: int, hot_rows: int, shared: bool) -> None:
-    """Whatever was written to spilled pages since, and whoever else holds them; resident rows stay as they are."""
+    """Whatever spilled pages have got since, and whatever other request holds them; resident rows stay."""
     tables, rng = Tables(3, hot_rows, device), random.Random(0)
     resident = tables.pool[:PAGES].clone()
     for requests in steps(10 + each, each, k, shared):

@@ -78,7 +78,7 @@ class PlainPages:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("slots", [0, 3])
 def test_no_page_is_lost_and_digests_lead_to_their_rows(size: int, slots: int) -> None:
-    rng, spilled, found = random.Random(7 * size + slots), 0, 0
+    rng, spilled, hits = random.Random(7 * size + slots), 0, 0
     plain = PlainPages(6, 9, slots, size)
     pool = plain.pool
     for number in range(500):
@@ -93,7 +93,7 @@ def test_no_page_is_lost_and_digests_lead_to_their_rows(size: int, slots: int) -
             if room.absent + count - len(numbers) <= int(room.resident.sum() + room.spilled.sum()):
                 pages, absent = pool.begin(numbers, count)
                 assert len(set(pages)) == count and not absent
-                found += sum(page >= plain.resident for page in pages[: len(numbers)])
+                hits += sum(page >= plain.resident for page in pages[: len(numbers)])
                 new = list(pages[len(numbers) :])
                 assert sorted(new, key=lambda page: page < plain.resident) == new, "the last ones are resident"
                 plain.requests[number] = pages, begins
@@ -118,7 +118,7 @@ def test_no_page_is_lost_and_digests_lead_to_their_rows(size: int, slots: int) -
             pages, _ = plain.requests.pop(rng.choice([*plain.requests]))
             pool.release(np.array(pages, np.int64))
         plain.check()
-    assert spilled > 50 and found > 20
+    assert spilled > 50 and hits > 20
     for pages, _ in plain.requests.values():
         pool.release(np.array(pages, np.int64))
     plain.requests.clear()

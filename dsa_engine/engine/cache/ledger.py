@@ -48,7 +48,7 @@ class PageLedger:
         dcp_size: int = 1,
     ):
         self.pages, self.slots, self.max_fetched, self._rank, self.dcp_size = pages, slots, max_fetched, rank, dcp_size
-        self.index = PageIndex(world_size // dcp_size, forgotten)
+        self.index = PageIndex(world_size // dcp_size, forgotten, slots > 0)
         self.pools = [PagePool(pages, slots, self.index, n, dcp_size) for n in range(world_size // dcp_size)]
         self._held: dict[Request, dict[int, array[int]]] = {}  # by request and pool
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
@@ -165,12 +165,14 @@ class PageLedger:
     def moves(self, chunks: Sequence[Chunk]) -> PageMoves:
         """What this rank copies, sends and receives before it computes these chunks; the next call has new copies."""
         rank, size = self._rank, self.dcp_size
-        copies = self.pools[rank // size].copies
+        copies = [
+            PageCopy(to_host, page // size, slot // size)
+            for to_host, pages, slots in self.pools[rank // size].copies
+            for page, slot in zip(pages.tolist(), slots.tolist(), strict=True)
+            if page % size == rank % size
+        ]
         for pool in self.pools if self.slots else ():
             pool.copies = []  # the other ranks make their own
-        if size > 1:
-            mine = (copy for copy in copies if copy.page % size == rank % size)
-            copies = [PageCopy(to_host, page // size, slot // size) for to_host, page, slot in mine]
         own = [chunk for chunk in chunks if chunk.fetches and rank in chunk.ranks]
         ranks = own[0].ranks if own else range(0)
         moves = PageMoves(copies, [[] for _ in ranks], [[] for _ in ranks], bool(own))

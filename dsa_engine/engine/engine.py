@@ -141,7 +141,8 @@ class Engine:
             why = f"{self.config.model_type} has no indexer: each token attends to all tokens before it; leave it out"
         elif self.mesh.has_counterpart:
             why = "with prefill_ranks a request passes through two parts of the run; leave one of them out"
-        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why)
+        lookahead = self.scheduler.prefix_cache.lookahead if self.options.enable_prefix_caching else None
+        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why, lookahead)
 
     def queue(self, add: Add) -> Request:
         """It runs in the next steps."""
@@ -151,9 +152,9 @@ class Engine:
 
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
-        params, words, salt = add.params, (add.bad_words, add.think_tokens), add.cache_salt
-        request = Request(add.id, add.prompt_ids, params, *words, cache_salt=salt, draw_key=seed_key(seed))
-        request.priority = add.priority
+        params, words = add.params, (add.bad_words, add.think_tokens)
+        request = Request(add.id, add.prompt_ids, params, *words, draw_key=seed_key(seed), priority=add.priority)
+        request.cache_salt, request.page_digests = add.cache_salt, add.page_digests
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
             grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs.grammar)
         return request

@@ -238,9 +238,9 @@ class PrefixCache:
 
     def enter(self, request: Request) -> None:
         """Lets a new request find pages, and be found."""
-        if self._enabled:
-            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt)
-            self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
+        if self._enabled and request.digests is None:
+            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt, request.page_digests)
+            self.digests(request)  # those that its caller has not made
 
     def usable(self, request: Request) -> list[bytes]:
         """Digests of the first pages of a waiting request, which it need not compute: all but its last tokens, and the

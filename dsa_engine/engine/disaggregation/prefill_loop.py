@@ -82,7 +82,7 @@ class PrefillLoop(SideLoop):
         if request.max_tokens - len(request.output) > 1:
             self._journeys[request.id] = _Journey(request)
             params = replace(request.params, prompt_logprobs=None)  # they are computed here
-            names = ("bad_words", "think_tokens", "id", "cache_salt", "priority")
+            names = ("bad_words", "think_tokens", "id", "cache_salt", "priority", "page_digests")
             add = Add(request.prompt, params, **{name: getattr(request, name) for name in names})
             self.tell(messages.Reserve(add, list(request.output)))
 

@@ -259,13 +259,14 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     if prepared.on_cuda and Tokenizer.lies_in(prepared.folder):
         grammars.load()  # seconds, for which streams would wait with the first request that has a grammar
     on_disk = page_folder(options, prepared.folder, model, prepared.format)
+    moves = CacheSteps(scheduler, mesh, transfer, on_disk, side.sender if side else None) if transfer or side else None
     return Engine(
         options=options,
         model=model,
         cache=cache,
         scheduler=scheduler,
         runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches, grammars),
-        cache_steps=CacheSteps(scheduler, mesh, transfer, on_disk, side.sender if side else None),
+        cache_steps=moves,
         rebalancing=loaded.rebalancing,
         recorder=loaded.recorder,
         max_model_len=prepared.max_model_len,

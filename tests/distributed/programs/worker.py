@@ -136,7 +136,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
-    result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
+    loads = engine.cache_steps and engine.cache_steps.loads
+    result["read"] = loads.pages_read if loads else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"], result["latent_bytes"] = engine.cache.page_bytes, engine.cache.latent[0].nbytes
     result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")

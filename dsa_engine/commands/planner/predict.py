@@ -30,9 +30,11 @@ PRODUCT, COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes, and scores of the indexer are written and read again.
 CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
-# Launches of a layer with FP8 weights, and of a step outside of its layers; of a decode layer's exchanges of a context.
+# Launches of a layer with FP8 weights, and of a step outside of its layers.
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
-CONTEXT_LAUNCHES = 10
+# The same, beside collectives, of what ranks that hold contexts together do more in decode, with up to 40 rows of them
+# (9 in a layer with more): counted on the fake device, tests/engine/test_context_counts.py.
+CONTEXT_LAUNCHES = 11, 19
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
 HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
@@ -158,8 +160,8 @@ def _timed(
         selecting = config.indexer_types.count("full") + drafting
         stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
     together = decodes and placed.how.dcp_size > 1
-    each = LAYER_LAUNCHES + CONTEXT_LAUNCHES * together
-    launched = STEP_LAUNCHES + each * (config.num_hidden_layers + placed.how.drafts)
+    of_layer, of_step = (more * together for more in CONTEXT_LAUNCHES)
+    launched = (LAYER_LAUNCHES + of_layer) * (config.num_hidden_layers + placed.how.drafts) + STEP_LAUNCHES + of_step
     stages["launches"] = kernels.slack * passes * launched * kernels.launch
     stages["tensor parallelism"] = passes * placed.tensor_parallel(rows)
     if together:

@@ -299,7 +299,7 @@ def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
     how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
-    together = f", {prepared.mesh.dcp.size} of which hold a request together" if not prepared.mesh.dcp.alone else ""
+    together = f", each {prepared.mesh.dcp.size} of which hold a request together" if prepared.mesh.dcp.size > 1 else ""
     text = (
         f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"
         f"; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "

@@ -137,6 +137,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
     result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
+    result["written"] = engine.cache_steps.stores.pages_written if engine.cache_steps.stores else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"], result["latent_bytes"] = engine.cache.page_bytes, engine.cache.latent[0].nbytes
     result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")
@@ -146,6 +147,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     together = engine.mesh.dcp.size
     result["own_pages_lost"] = together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
+    if engine.cache_steps.stores:
+        llm.close()  # when all is written, which another case may read
     return result
 
 

@@ -180,6 +180,8 @@ def one_by_one(
     """Like ``LLM.generate``; one more request arrives every ``every`` steps, and ``aborts`` are aborted."""
     inbox, replies = Inbox(lambda stopped: None), list[Reply]()
     step = 0
+    if llm.engine.cache_steps.loads:  # the loop waits for messages over the hosts' group meanwhile
+        llm.engine.cache_steps.loads.group = llm.engine.mesh.world
     while len(replies) < len(prompts) or llm.engine.has_work:
         if step % every == 0 and len(replies) < len(prompts):
             (add,) = new_requests(prompts[len(replies)], params[len(replies)], None, llm.engine.limits)

@@ -78,13 +78,10 @@ class Watch:
     def _attended(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
         out, batch = forward(*given), given[1]
         self._collect("attended", layer, out[0])
-        if out[1] is not None:
-            ranks = self._engine.mesh.dcp.size
-            if batch.shards is None:
-                chosen = pad(out[1], (0, (ranks - 1) * out[1].shape[1]), value=-1)
-            else:  # of the rows of all ranks, what lies here -> of the rows of this one, what all have
-                here = torch.stack([batch.shards.positions_of(row, slots) for row, slots in enumerate(out[1])])
-                parts = batch.shards.group.all_to_all(here).view(ranks, -1, here.shape[1])
+        if (chosen := out[1]) is not None:
+            if batch.shards is not None:  # what lies here of all ranks' rows -> positions of this rank's, of all ranks
+                here = torch.stack([batch.shards.positions_of(row, slots) for row, slots in enumerate(chosen)])
+                parts = batch.shards.group.all_to_all(here).view(self._engine.mesh.dcp.size, -1, here.shape[1])
                 chosen = parts.transpose(0, 1).flatten(1)
             self._collect("chosen", layer, chosen, batch)
         return out
@@ -122,6 +119,8 @@ class Watch:
                 number = torch.full((1 + max(int(pages.max()), int(values.max()) // size),), -1)
                 number[pages] = torch.arange(len(pages))
                 values = torch.where(values < 0, -1, number[values.clamp(min=0) // size] * size + values % size)
+                columns = self._engine.mesh.dcp.size * self._engine.config.index_topk  # in every step
+                values = pad(values, (0, columns - values.shape[1]), value=-1)
             self._rows.setdefault((request.id, layer, kind), []).append((self._step, at[rows], values))
 
 

@@ -32,8 +32,8 @@ CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
 # Launches of a layer with FP8 weights, and of a step outside of its layers.
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
-# The same, beside collectives, of what ranks that hold contexts together do more in decode, with up to 40 rows of them
-# (9 in a layer with more): counted on the fake device, tests/engine/test_context_counts.py.
+# The same, without collectives, of what ranks that hold contexts together do more in decode: with up to 40 rows of
+# theirs, and 9 in a layer with more, counted on the fake device (tests/engine/test_context_counts.py).
 CONTEXT_LAUNCHES = 11, 19
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.

@@ -1,4 +1,10 @@
-"""What docs/GLOSSARY.md says of words, held for every Python file: names, docstrings and comments."""
+"""Words that are not used, held for every Python file: names, docstrings and comments.
+
+Texts avoid further ones: behind (after), ends, share (offsets, fraction, part), stands for, of its own, so many, beside
+(represents, own, the number, with or while), machine, halves, observer (node, micro-batches, hook), choices, served,
+live (``topk_ids`` or token-expert pairs, local pairs, ``token_mask``), and kept, found, left, read, taken and known as
+nouns (the thing itself).
+"""
 
 from __future__ import annotations
 

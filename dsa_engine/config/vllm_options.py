@@ -15,8 +15,9 @@ _ADVICE = {
     "weights stay on the device; use more ranks": "cpu_offload_gb enable_sleep_mode sleep wake_up",
     "engines share pages of prompts in a cache_folder; ranks that only prefill: prefill_ranks": "kv_transfer_config",
     f"{_TORCHRUN}; ParallelConfig says what they divide": "tensor_parallel_size pipeline_parallel_size "
-    "data_parallel_size prefill_context_parallel_size decode_context_parallel_size distributed_executor_backend nnodes "
-    "node_rank master_addr master_port data_parallel_size_local data_parallel_rank data_parallel_address tp pp dp",
+    "data_parallel_size prefill_context_parallel_size distributed_executor_backend nnodes node_rank master_addr "
+    "master_port data_parallel_size_local data_parallel_rank data_parallel_address tp pp dp",
+    "use ParallelConfig(dcp_size=N)": "decode_context_parallel_size",
     "experts are always divided over all ranks": "enable_expert_parallel ep",
     "use ParallelConfig(redundant_experts=N, expert_loads=FILE, rebalance_every=STEPS)": "enable_eplb eplb_config",
     "use ParallelConfig(moe_dispatch=…, decode_dispatch=…)": "all2all_backend",

@@ -18,13 +18,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from dsa_engine.engine.cache.disk import DiskStores
 from dsa_engine.engine.cache.steps import CacheSteps
 from dsa_engine.engine.requests.draft_number import choices_up_to
 from dsa_engine.engine.requests.limits import Add, Limits, new_requests
@@ -69,7 +70,7 @@ class Engine:
     cache: KVCache
     scheduler: Scheduler
     runner: ModelRunner
-    cache_steps: CacheSteps  # pages on other ranks, in host memory and on the disk
+    cache_steps: CacheSteps | None  # moves pages to other ranks, host memory and the disk; None: they stay
     max_model_len: int  # maximum number of tokens of a request, prompt and output
     progress: Callable[..., Any]
     bytes_read: int
@@ -86,7 +87,7 @@ class Engine:
         self.counted_tokens, self.steps_by_tokens = 0, [0] * 32
         self.ids = count()
         turns = [one.turn for one in (self.rebalancing, self.recorder) if one is not None]
-        stored = [] if self.cache_steps.stores is None else [self.cache_steps.stores.launched]
+        stored = [] if self._stores is None else [self._stores.launched]
         self.after_launch: Sequence[Callable[[Sequence[Chunk]], None]] = (*turns, *stored)
         self._in_flight: StepResult | None = None  # a step that has been launched and not read
         self.set_num_drafts(None)
@@ -141,7 +142,12 @@ class Engine:
             why = f"{self.config.model_type} has no indexer: each token attends to all tokens before it; leave it out"
         elif self.mesh.has_counterpart:
             why = "with prefill_ranks a request passes through two parts of the run; leave one of them out"
-        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why)
+        lookahead = self.scheduler.prefix_cache.lookahead if self.options.enable_prefix_caching else None
+        return Limits(self.max_model_len, self.config.vocab_size, self.scheduler.capacity, why, lookahead)
+
+    @property
+    def _stores(self) -> DiskStores | None:
+        return None if self.cache_steps is None else self.cache_steps.stores
 
     def queue(self, add: Add) -> Request:
         """It runs in the next steps."""
@@ -151,9 +157,9 @@ class Engine:
 
     def make_request(self, add: Add) -> Request:
         seed = mixed_seed(self.options.seed, add.id) if add.params.seed is None else add.params.seed
-        params, words, salt = add.params, (add.bad_words, add.think_tokens), add.cache_salt
-        request = Request(add.id, add.prompt_ids, params, *words, cache_salt=salt, draw_key=seed_key(seed))
-        request.priority = add.priority
+        params, words = add.params, (add.bad_words, add.think_tokens)
+        request = Request(add.id, add.prompt_ids, params, *words, draw_key=seed_key(seed), priority=add.priority)
+        request.cache_salt, request.page_digests = add.cache_salt, add.page_digests
         if params.structured_outputs is not None and (grammars := self.runner.grammars) is not None:
             grammars.begun[request] = add.compiled or grammars.compiled(params.structured_outputs.grammar)
         return request
@@ -173,7 +179,8 @@ class Engine:
         """
         if self._in_flight is None and (number := self.scheduler.decoding.draft_number).due:
             number.exchange(self.mesh.world.all_gather, self.mesh.device)
-        self.cache_steps.begin_step()
+        if self.cache_steps is not None:
+            self.cache_steps.begin_step()
         # While stages are timed, each step is read at once: its time must not contain another step.
         ahead = self.async_scheduling and not has_hook()
         read = [] if ahead else self._read_in_flight()
@@ -185,11 +192,15 @@ class Engine:
             return self._read_in_flight()  # the next call schedules anew
         if not step:
             return read
-        with profiled_range("launch"), self._failing(step), self.cache_steps.moving(step.chunks, not plan.for_graph):
+        with profiled_range("launch"), self._failing(step), self.moving(step.chunks, not plan.for_graph):
             launched = self.runner.launch(plan, before)
         self._launched(step, plan, launched)
         self._in_flight = launched if ahead and launched.can_be_followed else None
         return read + self._read(before) + ([] if self._in_flight else self._read(launched))
+
+    def moving(self, chunks: Sequence[Chunk], overlapped: bool = False) -> AbstractContextManager[None]:
+        """Runs a forward pass over ``chunks``, see :meth:`.CacheSteps.moving`."""
+        return nullcontext() if self.cache_steps is None else self.cache_steps.moving(chunks, overlapped)
 
     def _launched(self, step: Step, plan: StepPlan, launched: StepResult) -> None:
         with self._failing(step):
@@ -235,7 +246,7 @@ class Engine:
         request, result, new = sampled.request, sampled.draft_result, sampled.tokens
         if result is not None and result.offered:
             request.draft_stats.append(result)
-        if (stores := self.cache_steps.stores) is not None and new[0] >= 0:
+        if (stores := self._stores) is not None and new[0] >= 0:
             stores.succeeded(request)
         for number, token in enumerate(new):
             sound = token >= 0
@@ -256,7 +267,8 @@ class Engine:
         """Ends a request in any state and frees its pages; does nothing if it has ended."""
         if request.finish_reason is None:
             request.finish_reason, request.error, request.stop_reason = reason, error, stop_reason
-            self.cache_steps.ended(request)
+            if self._stores is not None:
+                self._stores.ended(request)
             self.scheduler.finish(request)
 
     @contextmanager

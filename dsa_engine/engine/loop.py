@@ -289,7 +289,8 @@ class EngineLoop:
             if self.engine.recorder is not None and (self._closing or self.channel is None):
                 self.engine.recorder.write()
         with suppress(BaseException):
-            self.engine.cache_steps.close()
+            if self.engine.cache_steps is not None:
+                self.engine.cache_steps.close()
             if (events := self.engine.scheduler.prefix_cache.events) is not None:
                 events.close()
         self._ended.set()

@@ -153,7 +153,7 @@ class _StateCollector:
     def __init__(self, facts: EngineFacts, model_name: str):
         self._labels = [model_name, _ENGINE]
         capacity = facts.limits.capacity
-        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(capacity.pages)}
+        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(capacity.world_size * capacity.pages)}
         self._cache = {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 
@@ -167,7 +167,7 @@ class _StateCollector:
 
         cache = {label: [value] for label, value in self._cache.items()}
         gauge, counter, state = GaugeMetricFamily, CounterMetricFamily, self.state
-        about = "Settings of the caches; pages of a rank and their tokens are its blocks"
+        about = "Settings of the caches; blocks are the pages of all ranks together, block_size their tokens"
         yield family(gauge, "cache_config_info", about, 1, **cache)
         if state is None:
             return

@@ -21,9 +21,10 @@ from dsa_engine.kernels.runtime.kernel import kernel
 from dsa_engine.kernels.runtime.launch import runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
-# Largest number of pairs that are ranked by comparing all with all: one launch, but quadratic work. More are
-# compared within blocks of so many, whose counts are added up before.
-COMPARED_PAIRS, BLOCK_PAIRS = 8192, 256
+# Largest number of pairs that are ranked by comparing all with all: one launch, but quadratic work. Of more, each
+# program counts those of all tokens if it reads few of them, token by token and so many experts of a word at a time;
+# else they are compared within blocks of so many, whose counts are added up before. Not yet measured on a device.
+COMPARED_PAIRS, READ_TOKENS, BLOCK_PAIRS = 8192, 1 << 14, 256
 
 
 class Order(NamedTuple):
@@ -85,6 +86,116 @@ def order_kernel(
     tl.store(tokens + rank, query // K, mask=is_pair)
     tl.store(pair_rows + query, tl.where(expert == count, -1, rank), mask=is_pair)
     tl.store(row_ends + (query - pairs), rank, mask=(query >= pairs) & (query < pairs + count))
+
+
+@triton.jit
+def _keys_of(topk_ids, table, token, tokens, count, first, stride, K: tl.constexpr, K_PAD: tl.constexpr):
+    """[tokens, K_PAD]: each pair's expert counted from ``first``, or what ``table`` has for it; −1 of other ranks."""
+    column = tl.arange(0, K_PAD)[None, :]
+    key = tl.load(topk_ids + token[:, None] * stride + column, mask=(token[:, None] < tokens) & (column < K), other=-1)
+    if table is not None:
+        return tl.load(table + key, mask=key >= 0, other=-1)
+    return tl.where((key >= first) & (key - first < count), key - first, -1)
+
+
+@triton.jit
+def _numbers_of(keys, begin, BITS: tl.constexpr):
+    """[tokens, 32 / BITS]: how many of a token's keys are each of those from ``begin`` on, counted in one word."""
+    key = keys - begin
+    there = (key >= 0) & (key < 32 // BITS)
+    ones = tl.where(there, tl.full(key.shape, 1, tl.int32) << tl.where(there, key, 0) * BITS, 0)
+    shifts = (tl.arange(0, 32 // BITS) * BITS)[None, :]
+    return (tl.sum(ones, axis=1)[:, None] >> shifts) & ((1 << BITS) - 1)
+
+
+@kernel(do_not_specialize=["tokens", "count", "first", "blocks", "tables", "experts"])
+def token_order_kernel(
+    topk_ids, table, sources, row_ends, pair_rows, ranks, counts, tokens, count, first, stride, blocks, tables, experts,
+    K: tl.constexpr, K_PAD: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of ``blocks`` a program, which counts the keys of all tokens: a pair's row comes after all of
+    smaller keys, and those of its own in the tokens before. With ONCE a token has one row for a key, of the first pair
+    that has it; keys are those of the last of ``tables``. Further programs make ``counts``, of some keys of a table."""
+    FIELDS: tl.constexpr = 32 // BITS
+    own = tl.program_id(0) * TOKENS
+    inside, number, column = tl.arange(0, TOKENS), tl.arange(0, FIELDS), tl.arange(0, K_PAD)[None, :]
+    if tl.program_id(0) < blocks:
+        if table is not None:
+            table += (tables - 1) * experts
+        token = own + inside
+        keys = _keys_of(topk_ids, table, token, tokens, count, first, stride, K, K_PAD)
+        alike = (keys[:, :, None] == keys[:, None, :]) & (column[:, None, :] < column[:, :, None])
+        row = tl.sum(alike.to(tl.int32), axis=2)
+        counted = keys >= 0
+        if ONCE:
+            counted &= row == 0
+        start, passed = 0, 0  # rows of smaller keys; those of tokens before
+        for begin in range(0, count, FIELDS):
+            before = tl.zeros((TOKENS, FIELDS), tl.int32)
+            for at in range(0, own, TOKENS):
+                others = _keys_of(topk_ids, table, at + inside, tokens, count, first, stride, K, K_PAD)
+                here = _numbers_of(others, begin, BITS)
+                before += tl.minimum(here, 1) if ONCE else here
+            total = before
+            for at in range(own, tokens, TOKENS):
+                others = _keys_of(topk_ids, table, at + inside, tokens, count, first, stride, K, K_PAD)
+                here = _numbers_of(others, begin, BITS)
+                total += tl.minimum(here, 1) if ONCE else here
+            here = _numbers_of(keys, begin, BITS)
+            here = tl.minimum(here, 1) if ONCE else here
+            of_key, of_earlier = tl.sum(total, axis=0), tl.sum(before, axis=0)
+            ends = start + tl.cumsum(of_key, axis=0)
+            tl.store(row_ends + begin + number, ends, mask=(begin + number < count) & (own == 0))
+            rows = (ends - of_key + of_earlier)[None, :] + tl.cumsum(here, axis=0) - here
+            key = keys - begin
+            there = (key >= 0) & (key < FIELDS)
+            row += tl.where(there, tl.gather(rows, tl.where(there, key, 0), axis=1), 0)
+            start += tl.sum(of_key)
+            passed += tl.sum(of_earlier)
+        each = counted.to(tl.int32)
+        of_token = tl.sum(each, axis=1)
+        passed += (tl.cumsum(of_token, axis=0) - of_token)[:, None] + tl.cumsum(each, axis=1) - each
+        pair, known = token[:, None] * K + column, (token[:, None] < tokens) & (column < K)
+        tl.store(sources + tl.where(counted, row, start + pair - passed), token[:, None], mask=known)
+        tl.store(pair_rows + pair, tl.where(counted, row, -1), mask=known)
+        if ranks is not None:
+            tl.store(ranks + pair, keys, mask=known)
+    elif counts is not None:
+        parts = tl.cdiv(count, FIELDS)
+        part = tl.program_id(0) - blocks
+        which, begin = part // parts, part % parts * FIELDS
+        goes, pairs = tl.zeros((TOKENS, FIELDS), tl.int32), tl.zeros((TOKENS, FIELDS), tl.int32)
+        for at in range(0, tokens, TOKENS):
+            others = _keys_of(topk_ids, table + which * experts, at + inside, tokens, count, first, stride, K, K_PAD)
+            here = _numbers_of(others, begin, BITS)
+            goes += tl.minimum(here, 1)
+            pairs += here
+        into = counts + ((begin + number) * tables + which) * 2
+        tl.store(into, tl.sum(goes, axis=0), mask=begin + number < count)
+        tl.store(into + 1, tl.sum(pairs, axis=0), mask=begin + number < count)
+
+
+def _bits(k: int) -> int:
+    """Of a word, for a number of up to ``k``; more than 16 numbers of a token would not fit into registers."""
+    return max(2, next_power_of_2(k.bit_length()))
+
+
+def order_by_tokens(
+    topk_ids: torch.Tensor, order: Order, first: int = 0, tables: torch.Tensor | None = None,
+    ranks: torch.Tensor | None = None, counts: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills ``order`` by one launch; with ``tables [n, experts]``, of ranks, also what :func:`.token_ranks` gives."""
+    (tokens, k), count = topk_ids.shape, len(order.row_ends)
+    padded, bits = next_power_of_2(k), _bits(k)
+    # 4 pairs a thread, and 32 pairs of pairs of a token.
+    at_once = min(next_power_of_2(tokens), 256, max(1, (1 << 14) // padded**2))
+    blocks, (each, experts) = cdiv(tokens, at_once), (0, 0) if tables is None else tables.shape
+    parts = 0 if counts is None else each * cdiv(count, 32 // bits)
+    token_order_kernel[(blocks + parts,)](
+        topk_ids, tables, *order, ranks, counts, tokens, count, first, topk_ids.stride(0), blocks, each, experts,
+        K=k, K_PAD=padded, TOKENS=at_once, BITS=bits, ONCE=tables is not None,
+        num_warps=min(16, max(1, at_once * max(padded, 32 // bits) // 128)),
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["pairs", "count", "blocks", "first"])
@@ -167,7 +278,8 @@ def expert_order(topk_ids: torch.Tensor, count: int, first: int | None = None) -
     row_ends = torch.empty(count, dtype=torch.int32, device=topk_ids.device)
     order = Order(tokens, row_ends, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
     if pairs > COMPARED_PAIRS:
-        _order_by_blocks(topk_ids, order, first or 0)
+        reads = topk_ids.shape[0] * cdiv(count, 32 // _bits(topk_ids.shape[1]))
+        (order_by_tokens if reads <= READ_TOKENS else _order_by_blocks)(topk_ids, order, first or 0)
         return order
     queries, block = 32, 128
     order_kernel[(cdiv(pairs + count, queries),)](

@@ -22,9 +22,8 @@ import torch
 from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.moe.combine import combine as weighted_sum
 from dsa_engine.kernels.moe.combine_codes import combine_codes
-from dsa_engine.kernels.moe.expert_order import Order, expert_order
 from dsa_engine.kernels.moe.pack_tokens import pack_tokens, unpacked
-from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.moe.token_ranks import TokenRanks, token_ranks
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.dispatch import (
@@ -40,20 +39,6 @@ from dsa_engine.parallel.experts.dispatch import (
 )
 from dsa_engine.parallel.experts.placement import ExpertParallel, RecvPlan
 from dsa_engine.parallel.group import Group
-
-
-class SendPlan(NamedTuple):
-    """The destinations of a rank's tokens; a row is one token on its way to one rank."""
-
-    order: Order  # rows sorted by rank and, within one, by token
-    ranks: torch.Tensor  # [T, k] int32: rank of every pair, −1 of a pair without an expert
-    counts: torch.Tensor | None  # [size, 2] int32: rows to each rank, and its pairs in them; only rounds need them
-
-    @classmethod
-    def of(cls, topk_ids: torch.Tensor, rank_of: torch.Tensor, size: int, counted: bool = True) -> SendPlan:
-        """For physical experts ``[T, k]``."""
-        ranks, first, counts = token_ranks(topk_ids, rank_of, size, counted)
-        return cls(expert_order(first, size), ranks, counts)
 
 
 class Rounds(NamedTuple):
@@ -73,13 +58,13 @@ def rounds_needed(pairs: int, max_pairs: int, size: int, k: int) -> int:
     return cdiv(pairs, max(size, max_pairs - size * k))
 
 
-def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
+def in_rounds(plan: TokenRanks, rows: int, rounds: int) -> Rounds:
     """Cuts the ``rows`` rows to each rank into ``rounds`` parts with about as many pairs each."""
-    order, ranks, counts = plan
+    tokens, row_ends, pair_rows, ranks, counts = plan
     assert counts is not None
     size, device = len(counts), ranks.device
-    source = order.tokens[:rows]
-    rank = torch.searchsorted(order.row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
+    source = tokens[:rows]
+    rank = torch.searchsorted(row_ends, torch.arange(rows, dtype=torch.int32, device=device), right=True)
     row_pairs = (ranks[source] == rank[:, None]).sum(dim=1)
     rank_pairs = counts[:, 1].long()
     # Pairs of its rank before a row's.
@@ -87,7 +72,6 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
     number = before * rounds // rank_pairs[rank].clamp(min=1)
     by_round = number.argsort(stable=True)
     moved = torch.empty_like(by_round).scatter_(0, by_round, torch.arange(rows, device=device)).int()
-    pair_rows = order.pair_rows
     if rows:
         pair_rows = moved[pair_rows.clamp(min=0)].masked_fill_(pair_rows < 0, -1)
     each = torch.zeros(rounds * size, 2, dtype=torch.int32, device=device)
@@ -98,11 +82,10 @@ def in_rounds(plan: SendPlan, rows: int, rounds: int) -> Rounds:
 
 class AllToAll(CountedDispatcher):
     def count(self, experts: ExpertParallel, routed: Routed, step: StepSizes) -> Callable[[], Dispatch]:
-        plan = SendPlan.of(routed.topk_ids, experts.placement.rank_of, experts.group.size)
-        order, ranks, counts = plan
-        assert counts is not None
+        plan = token_ranks(routed.topk_ids, experts.placement.rank_of, experts.group.size)
+        assert plan.counts is not None
         counted: Callable[[], Dispatch] = this_thread.as_one(
-            partial, _counted, experts, routed, step, order, ranks, counts, experts.counts(counts)
+            partial, _counted, experts, routed, step, plan, experts.counts(plan.counts)
         )
         return counted
 
@@ -114,13 +97,12 @@ class AllToAll(CountedDispatcher):
 
 
 def _counted(
-    experts: ExpertParallel, routed: Routed, step: StepSizes, order: Order, ranks: torch.Tensor, counts: torch.Tensor,
-    wait: Callable[[], tuple[RecvPlan, int]],
+    experts: ExpertParallel, routed: Routed, step: StepSizes, plan: TokenRanks, wait: Callable[[], tuple[RecvPlan, int]]
 ) -> Dispatch:  # fmt: skip
     whole, largest = wait()
     rounds = rounds_needed(largest, step.max_pairs, experts.group.size, routed.topk_ids.shape[1])
     quantized = experts.quantized_sum_bytes is not None
-    return send_in_rounds(experts.group, experts, routed, SendPlan(order, ranks, counts), whole, rounds, quantized)
+    return send_in_rounds(experts.group, experts, routed, plan, whole, rounds, quantized)
 
 
 def make(mesh: Ranks) -> Dispatcher:
@@ -131,7 +113,7 @@ def send_in_rounds(
     group: Group,
     experts: ExpertParallel,
     routed: Routed,
-    plan: SendPlan,
+    plan: TokenRanks,
     whole: RecvPlan,
     rounds: int,
     quantized_sums: bool = False,
@@ -140,7 +122,7 @@ def send_in_rounds(
     each."""
     rows = sum(whole.send)
     if rounds == 1:
-        source, pair_rows, plans = plan.order.tokens[:rows], plan.order.pair_rows, [whole]
+        source, pair_rows, plans = plan.tokens[:rows], plan.pair_rows, [whole]
     else:
         source, pair_rows, counts = in_rounds(plan, rows, rounds)
         plans = experts.plans(group, counts)

@@ -21,14 +21,12 @@ from functools import partial
 
 import torch
 
-from dsa_engine.kernels.moe.expert_order import Order, expert_order
-from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.kernels.moe.token_ranks import TokenRanks, token_ranks
 from dsa_engine.kernels.runtime.kernel import this_thread
 from dsa_engine.parallel.experts.all_to_all import (
     AllToAll,
     AllToAllDispatch,
     Rounds,
-    SendPlan,
     in_rounds,
     rounds_needed,
     send_in_rounds,
@@ -94,26 +92,25 @@ class ByNode(CountedDispatcher):
         if (tables := experts.node_tables) is None:
             tables = experts.node_tables = NodeTables(groups, experts.placement)
         # Of the ranks that hold experts, and of those along the rail that take tokens for them.
-        ranks, first, counts = token_ranks(routed.topk_ids, tables.there, size)
-        assert counts is not None
-        wait = experts.ways(counts[None], groups, tables.takers)
-        along = expert_order(first[1], size)
+        along = token_ranks(routed.topk_ids, tables.there, size)
+        assert along.counts is not None
+        wait = experts.ways(along.counts[None], groups, tables.takers)
         counted: Callable[[], Dispatch] = this_thread.as_one(
-            partial, ByNode._counted, self, experts, routed, step, ranks, first, counts, along, wait
+            partial, ByNode._counted, self, experts, routed, step, along, wait
         )
         return counted
 
     def _counted(
-        self, experts: ExpertParallel, routed: Routed, step: StepSizes, ranks: torch.Tensor, first: torch.Tensor,
-        counts: torch.Tensor, order: Order, wait: Callable[[], list[Way]],
-    ) -> Dispatch:  # fmt: skip
+        self, experts: ExpertParallel, routed: Routed, step: StepSizes, along: TokenRanks, wait: Callable[[], list[Way]]
+    ) -> Dispatch:
         groups, tables, ways = self._groups, experts.node_tables, wait()
-        k, max_pairs, size = routed.topk_ids.shape[1], step.max_pairs, experts.group.size
+        k, max_pairs = routed.topk_ids.shape[1], step.max_pairs
         rows, rounds = sum(ways[0].along.send), rounds_needed(ways[0].brought, max_pairs, tables.largest_rail, k)
-        source, pair_rows = order.tokens[:rows], order.pair_rows
+        source, pair_rows = along.tokens[:rows], along.pair_rows
         if rounds > 1:
-            final = SendPlan(expert_order(first[0], size), ranks[0], counts[:, :2])
-            along = SendPlan(order, ranks[1], counts[:, 2:])
+            final = token_ranks(routed.topk_ids, tables.there[0], experts.group.size, counted=False)
+            assert along.counts is not None
+            along = along._replace(counts=along.counts[:, 2:])
             cut = in_rounds(along, rows, rounds)
             source, pair_rows, _ = cut
             ways = experts.ways(counts_in_rounds(final, along, cut), groups, tables.takers)()
@@ -181,7 +178,7 @@ class ByNodeDispatch(Dispatch):
     def _pass_on(self, number: int, rail: Dispatch) -> Dispatch:
         """Waits for what a round of the rail brings, and starts its dispatch inside the node."""
         brought, (whole, rounds) = Routed(*rail.receive(number)[:3]), self._inside[number]
-        plan = SendPlan.of(brought.topk_ids, self._rank_of, self._node.size, counted=rounds > 1)
+        plan = token_ranks(brought.topk_ids, self._rank_of, self._node.size, counted=rounds > 1)
         return send_in_rounds(self._node, self._experts, brought, plan, whole, rounds)
 
     def receive(self, number: int) -> Received:
@@ -220,7 +217,7 @@ class ByNodeDispatch(Dispatch):
         return self._rail.combine()
 
 
-def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Tensor:
+def counts_in_rounds(final: TokenRanks, along: TokenRanks, cut: Rounds) -> torch.Tensor:
     """What a rank has for every rank in each round along the rail, int32 ``[rounds, size, 4]``: rows, and their pairs,
     to the rank that holds the experts (``final``); the same to the rank of the rail that takes them (``along``)."""
     rounds, size = cut.counts.shape[:2]
@@ -231,7 +228,7 @@ def counts_in_rounds(final: SendPlan, along: SendPlan, cut: Rounds) -> torch.Ten
     number = torch.searchsorted(row_ends, row.clamp(min=0).long(), right=True)
     at = number * size + final.ranks
     each = at.new_zeros(2, rounds * size + 1)  # the last for pairs without an expert
-    for counts, counted in zip(each, (final.order.pair_rows >= 0, final.ranks >= 0), strict=True):
+    for counts, counted in zip(each, (final.pair_rows >= 0, final.ranks >= 0), strict=True):
         where = at.masked_fill(~counted, rounds * size).flatten()
         counts.scatter_add_(0, where, torch.ones_like(where))
     return torch.cat((each[:, :-1].t().reshape(rounds, size, 2).int(), cut.counts), dim=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from collectives import record
+from dsa_engine.commands.planner.predict import CONTEXT_LAUNCHES
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.startup import start
 from dsa_engine.kernels.runtime.launch import INTERPRETED
@@ -111,6 +112,27 @@ def test_hot_rows_of_a_layer(
                 engine.step()
             assert device.count("graph") == 1
     assert counts[1] - counts[0] == more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("requests", "fewer"), [(1, 0), (8, 2)])
+def test_launches_of_the_plan(requests: int, fewer: int, fake_engine: Callable[..., Engine]) -> None:
+    """Kernels of a decode step, without collectives, that ``dcp_size`` adds to each layer, and outside of them."""
+    more = Counter[int]()
+    for dcp in (1, 8):
+        for layers in (3, 4):
+            with FakeDevice() as device:
+                sizes = {"num_hidden_layers": layers, "first_k_dense_replace": 1}
+                parallel = {"dcp_size": dcp, "decode_dispatch": "all_gather"}
+                engine = fake_engine(device, "deepseek_v32", 8, parallel, kv_cache_dtype="fp8", hf_overrides=sizes)
+                add_filled(engine, 8 * requests, 10_000, GREEDY)
+                with device.watched():
+                    engine.step()
+            names = Counter(one.name for one in device.captures[0].launches)
+            kernels = names.total() - names["all_gather"] - names["all_to_all"] - names["reduce_scatter"]
+            more[layers] += kernels if dcp > 1 else -kernels
+    in_layer = more[4] - more[3]
+    assert (in_layer, more[3] - 3 * in_layer) == (CONTEXT_LAUNCHES[0] - fewer, CONTEXT_LAUNCHES[1])
 
 
 @pytest.mark.slow

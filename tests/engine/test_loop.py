@@ -23,6 +23,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.calls.call import Abort, CallResult, Shutdown
 from dsa_engine.engine.calls.jobs import Run
 from dsa_engine.engine.loop import EngineLoop
+from dsa_engine.engine.requests import request as request_module
 from dsa_engine.engine.requests.limits import Add
 from dsa_engine.text.tokenizer import Tokenizer
 
@@ -71,6 +72,15 @@ def test_messages_can_be_pickled() -> None:
     add = Add([1, 2], SamplingParams(stop=["a"], logit_bias={3: 1.0}, seed=4), [[5]], 1.5, 7)
     for message in (add, Abort((1, 2)), Run(3, "prompt_logits", [4]), CallResult(0, None), Shutdown()):
         assert pickle.loads(pickle.dumps(message)) == message
+
+
+def test_no_step_waits_for_the_digests_of_a_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, digest = Counter[bool](), request_module._digest
+    count = lambda data: made.update([threading.current_thread() is llm.loop.thread]) or digest(data)  # noqa: E731
+    monkeypatch.setattr(request_module, "_digest", count)
+    size = llm.engine.cache.page_size
+    llm.generate([[5] * (2 * size + 1)], SamplingParams(max_tokens=1))
+    assert made == {False: 3, True: 1}, "of the salt and two pages; the engine looks whether the salt is the same"
 
 
 def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:

@@ -6,12 +6,17 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dsa_engine import LLM
+from dsa_engine import LLM, SamplingParams
+from dsa_engine.engine.requests.limits import Capacity
+from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.engine.stats_log import StatsLog
+from dsa_engine.server.metrics import _StateCollector
 
 
 def values(server: Any) -> dict[str, float]:
@@ -95,6 +100,19 @@ def test_rows_of_spilled_pages(serve: Any, tiny_llm: Callable[..., LLM]) -> None
     assert counts["hot_rows_fetched_bytes_total"] == misses * row, "each selecting layer has as many that share it"
     rate, line = f"hot rows hit rate {1 - misses / queries:.2%}", log.line()
     assert line is not None and f"; 0 spilled pages held, {rate}, " in line and line.endswith("KiB fetched")
+
+
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_blocks_are_pages_of_all_ranks(dcp: int) -> None:
+    """Of which requests hold the fraction that is shown: a prompt's on each rank of its group, or once in the group."""
+    capacity = Capacity(world_size=4, cp_size=2, pages=6, page_size=8, dcp_size=dcp)
+    scheduler = Scheduler(capacity, rank=0, max_num_seqs=4, max_num_batched_tokens=64, max_prefill_share=1.0)
+    scheduler.add(Request(0, [5] * 30, SamplingParams(max_tokens=4)))
+    scheduler.schedule()
+    facts: Any = SimpleNamespace(limits=SimpleNamespace(capacity=capacity), cache={})
+    settings = next(iter(_StateCollector(facts, "tiny").collect())).samples[0].labels
+    assert int(settings["num_gpu_blocks"]) * int(settings["block_size"]) == 4 * 6 * 8
+    assert round(int(settings["num_gpu_blocks"]) * scheduler.cache_usage) == 4 * 2 // dcp
 
 
 def test_the_dashboard_shows_what_there_is(serve: Any, drafting: LLM) -> None:

@@ -67,7 +67,7 @@ def tiny(words: list[str], int4_folder: Path) -> tuple[int, str, list[str]]:
     launched = get_args_parser().parse_args(words[1:])
     ranks, script = min(2, int(launched.nproc_per_node)), Path(launched.training_script).name
     given = [models.get(word, word) for word in launched.training_script_args]
-    for name in ("--cp-size", "--tp-size"):
+    for name in {"--cp-size", "--dcp-size", "--tp-size"}.intersection(given):
         given += [name, str(min(ranks, int(given[given.index(name) + 1])))]
     load_format = "auto" if str(int4_folder) in given else "dummy"
     return ranks, script, [*given, *SMALL, "--load-format", load_format, *LENGTHS.get(script, [])]

@@ -64,7 +64,8 @@ def run_check(args: argparse.Namespace) -> None:
     try:
         show_all(compared(), args.json, about, engine.mesh.is_leader, width=10)
     finally:
-        engine.cache_steps.close()
+        if engine.cache_steps is not None:
+            engine.cache_steps.close()
 
 
 def _tokens(engine: Engine, wanted: int | None) -> int:

@@ -8,9 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.sampling.selections import named_pages
 from dsa_engine.engine.steps.plan import StepPlan
+from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.parallel.group import Group
 
 Piece = tuple[int, torch.Tensor, torch.Tensor]  # of a forward pass: its number, positions [n], values [n, ...]
@@ -73,10 +76,14 @@ class Watch:
         return forward(*given)
 
     def _attended(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
-        out = forward(*given)
+        out, batch = forward(*given), given[1]
         self._collect("attended", layer, out[0])
-        if out[1] is not None:
-            self._collect("chosen", layer, out[1], first=given[1].first_sparse)
+        if (chosen := out[1]) is not None:
+            if batch.shards is not None:  # what lies here of all ranks' rows -> positions of this rank's, of all ranks
+                here = torch.stack([batch.shards.positions_of(row, slots) for row, slots in enumerate(chosen)])
+                parts = batch.shards.group.all_to_all(here).view(self._engine.mesh.dcp.size, -1, here.shape[1])
+                chosen = parts.transpose(0, 1).flatten(1)
+            self._collect("chosen", layer, chosen, batch)
         return out
 
     def _routed(self, layer: int, forward: Callable[..., Any], *given: Any) -> Any:
@@ -97,19 +104,23 @@ class Watch:
 
         return parts()
 
-    def _collect(self, kind: str, layer: int, x: torch.Tensor, first: int = 0) -> None:
-        own, size = self._plan.own, self._engine.cache.page_size
-        for s in own.sparse_mqa if kind == "chosen" else own.segments:
+    def _collect(self, kind: str, layer: int, x: torch.Tensor, batch: ForwardBatch | None = None) -> None:
+        """``batch``: ``x`` are slots that its sparse rows have selected."""
+        own, size, first = self._plan.own, self._engine.cache.page_size, 0 if batch is None else batch.first_sparse
+        for s in own.segments if batch is None else own.sparse_mqa:
             at = torch.arange(s.start, s.end)
             rows = at >= 0 if kind == "h" else torch.isin(at, self._wanted)
             if not bool(rows.any()):
                 continue
             values = x[s.row - first : s.row - first + s.length][rows.to(x.device)].cpu()
             request = own.chunks[s.sequence].request
-            if kind == "chosen":  # slots of the cache -> positions
-                number = torch.full((self._engine.cache.pages,), -1)
-                number[torch.tensor(request.pages)] = torch.arange(len(request.pages))
+            if batch is not None:  # slots -> positions
+                pages = torch.from_numpy(named_pages(request, s.end, batch, size)).long()
+                number = torch.full((1 + max(int(pages.max()), int(values.max()) // size),), -1)
+                number[pages] = torch.arange(len(pages))
                 values = torch.where(values < 0, -1, number[values.clamp(min=0) // size] * size + values % size)
+                columns = self._engine.mesh.dcp.size * self._engine.config.index_topk  # in every step
+                values = pad(values, (0, columns - values.shape[1]), value=-1)
             self._rows.setdefault((request.id, layer, kind), []).append((self._step, at[rows], values))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -125,14 +126,15 @@ class Placed:
         """Seconds in which the rows of earlier chunks come from other ranks in a prefill, in all layers; 0 where a rank
         holds all pages."""
         c, how = self.config, self.how
-        kinds = c.indexer_types[: c.num_hidden_layers]
-        exchanges = [
-            one
+        if how.dcp_size == 1:
+            return 0.0
+        kinds = Counter(c.indexer_types[: c.num_hidden_layers])
+        return sum(
+            layers * one.seconds(self.links, self.device.node_size)
             for start in range(chunk * how.cp_size, tokens, chunk * how.cp_size)
-            for kind in kinds
+            for kind, layers in kinds.items()
             for one in prefill_exchanges(self.cache, 0, start, 1, how.dcp_size, indexer=kind == "full")
-        ]
-        return sum(one.seconds(self.links, self.device.node_size) for one in exchanges)
+        )
 
     def dispatch(self, rows: int) -> DispatchMethod:
         """The dispatch of a prefill step that ``moe_dispatch="auto"`` takes."""

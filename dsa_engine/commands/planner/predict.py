@@ -32,9 +32,11 @@ PRODUCT, COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes, and scores of the indexer are written and read again.
 CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
-# Launches of a layer with FP8 weights, and of a step outside of its layers; of a decode layer's exchanges of a context.
+# Launches of a layer with FP8 weights, and of a step outside of its layers.
 LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
-CONTEXT_LAUNCHES = 10
+# The same, without collectives, of what ranks that hold contexts together do more in decode: with up to 40 rows of
+# theirs, and 9 in a layer with more, counted on the fake device (tests/engine/test_context_counts.py).
+CONTEXT_LAUNCHES = 11, 19
 # Bytes a second of a device and its host, of the 64 of PCIe 5.0 x16. The part of a selection that is in no hot row, by
 # hot rows in selections: the demo model's (benchmarks/results/hot_rows.json). Drafts share the selection.
 PCIE = 50e9
@@ -168,8 +170,8 @@ def _timed(
         selecting = config.indexer_types.count("full") + drafting
         stages["lightning indexer"] += kernels.slack * passes * selecting * kernels.selection
     together = decodes and placed.how.dcp_size > 1
-    each = LAYER_LAUNCHES + CONTEXT_LAUNCHES * together
-    launched = STEP_LAUNCHES + each * (config.num_hidden_layers + placed.how.drafts)
+    of_layer, of_step = (more * together for more in CONTEXT_LAUNCHES)
+    launched = (LAYER_LAUNCHES + of_layer) * (config.num_hidden_layers + placed.how.drafts) + STEP_LAUNCHES + of_step
     stages["launches"] = kernels.slack * passes * launched * kernels.launch
     stages["tensor parallelism"] = passes * placed.tensor_parallel(rows)
     if together:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsa_engine.engine.cache.folder import PageFolder
@@ -125,13 +126,17 @@ class DiskLoads:
     def _begin_reading(self, search: _Search, count: int) -> bool:
         """Reserves host memory for the first ``count`` pages, or for fewer, and starts to read them; returns whether
         there is room for any."""
-        locked = frozenset(search.digests)
+        hosts = [self.ledger.pools[pool].host for pool in self.ledger.pools_of(search.ranks)]
+        numbers = self.ledger.index.numbers
+        known = np.array([numbers[digest] for digest in search.digests if digest in numbers], np.int64)
+        locked = [host.lock(host.slots_of(known)) for host in hosts]
         for index in range(count):
             host, rank = self._host_of(search, index)
-            slot = host.reserve(rank, locked)
-            if slot is None:
+            if not len(slot := host.reserve(rank, 1)):
                 break
-            search.slots.append(slot)
+            search.slots.append(int(slot[0]))
+        for host, slots in zip(hosts, locked, strict=True):
+            host.use(slots)
         search.present = len(search.slots)
         if self._rank in search.ranks and (own := search.part(self._rank, search.present)):
             size = self.ledger.dcp_size

@@ -33,7 +33,7 @@ from zlib import crc32
 logger = logging.getLogger(__name__)
 
 ABOUT = "about.json"  # the file that says what a key stands for
-VERSION = 3  # the format's; a part of every key
+VERSION = 4  # the format's; a part of every key
 _MAGIC = b"DSA page"
 _HEAD = struct.Struct("<8s16sQI")
 _KEY = re.compile(r"[0-9a-f]{32}")

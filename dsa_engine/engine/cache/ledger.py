@@ -53,7 +53,7 @@ class PageLedger:
     ):
         self.spilled, self.free_sets = spilled, [[*range(sets - 1, -1, -1)] for _ in range(world_size // dcp_size)]
         self.pages, self.slots, self.max_fetched, self._rank, self.dcp_size = pages, slots, max_fetched, rank, dcp_size
-        self.index = PageIndex(world_size // dcp_size, forgotten)
+        self.index = PageIndex(world_size // dcp_size, forgotten, slots > 0)
         sizes = dcp_size, spilled
         self.pools = [PagePool(pages, slots, self.index, n, *sizes) for n in range(world_size // dcp_size)]
         self._held: dict[Request, dict[int, array[int]]] = {}  # by request and pool
@@ -183,12 +183,14 @@ class PageLedger:
     def moves(self, chunks: Sequence[Chunk]) -> PageMoves:
         """What this rank copies, sends and receives before it computes these chunks; the next call has new copies."""
         rank, size = self._rank, self.dcp_size
-        copies = self.pools[rank // size].copies
+        copies = [
+            PageCopy(to_host, page // size, slot // size)
+            for to_host, pages, slots in self.pools[rank // size].copies
+            for page, slot in zip(pages.tolist(), slots.tolist(), strict=True)
+            if page % size == rank % size
+        ]
         for pool in self.pools if self.slots or self.spilled else ():
             pool.copies = []  # the other ranks make their own
-        if size > 1:
-            mine = (copy for copy in copies if copy.page % size == rank % size)
-            copies = [PageCopy(to_host, page // size, slot // size) for to_host, page, slot in mine]
         own = [chunk for chunk in chunks if chunk.fetches and rank in chunk.ranks]
         ranks = own[0].ranks if own else range(0)
         moves = PageMoves(copies, [[] for _ in ranks], [[] for _ in ranks], bool(own))
@@ -274,9 +276,9 @@ class PrefixCache:
 
     def enter(self, request: Request) -> None:
         """Lets a new request find pages, and be found."""
-        if self._enabled:
-            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt)
-            self.digests(request)  # those of a prompt are made as it arrives, not in the step that prefills it
+        if self._enabled and request.digests is None:
+            request.digests = PageDigests(self._page_size, self.lookahead, request.cache_salt, request.page_digests)
+            self.digests(request)  # those that its caller has not made
 
     def usable(self, request: Request) -> list[bytes]:
         """Digests of the first pages of a waiting request, which it need not compute: all but its last tokens, and the

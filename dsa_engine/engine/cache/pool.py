@@ -19,8 +19,7 @@ what is done to them is done to arrays.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +36,14 @@ class PageCopy(NamedTuple):
     to_host: bool
     page: int
     slot: int
+
+
+class PageCopies(NamedTuple):
+    """The same of several pages of a pool, by their numbers and slots in it."""
+
+    to_host: bool
+    pages: Ints
+    slots: Ints
 
 
 @dataclass
@@ -68,12 +75,14 @@ class PageIndex:
 
     Attributes:
         page: int32 ``[pools, numbers]``, the page on the device; -1: none.
+        slot: the same of its copy in host memory; ``[0, numbers]`` where there is no host memory.
         has: bool ``[pools, numbers]``.
     """
 
-    def __init__(self, pools: int = 1, forgotten: Callable[[bytes], None] | None = None):
+    def __init__(self, pools: int = 1, forgotten: Callable[[bytes], None] | None = None, copies: bool = False):
         self._forgotten = forgotten
         self.page, self.has = np.empty((pools, 0), np.int32), np.empty((pools, 0), np.bool_)
+        self.slot = np.empty((pools if copies else 0, 0), np.int32)
         self.clear()
 
     def clear(self) -> None:
@@ -82,6 +91,7 @@ class PageIndex:
         self._free = [*range(self.page.shape[1] - 1, -1, -1)]
         self._count = np.zeros(self.page.shape[1], np.int64)  # of pools that have it
         self.page.fill(-1)
+        self.slot.fill(-1)
         self.has.fill(False)
 
     def find(self, digests: Sequence[bytes]) -> Ints:
@@ -109,7 +119,10 @@ class PageIndex:
         self._count[new] += 1
 
     def lose(self, pool: int, numbers: Ints) -> None:
-        """A pool has none of these, which it had, any more."""
+        """A pool has lost the page or the copy of each of these: the last of both, as a rule."""
+        if len(self.slot):
+            lost = (self.page[pool, numbers] < 0) & (self.slot[pool, numbers] < 0) & self.has[pool, numbers]
+            numbers = numbers[lost]
         counts = self._count[numbers] - 1
         self.has[pool][numbers], self._count[numbers] = False, counts
         for number in numbers[counts == 0].tolist():
@@ -126,87 +139,14 @@ class PageIndex:
         self.digests += [b""] * more
         self._count = np.pad(self._count, (0, more))
         self.page = np.pad(self.page, ((0, 0), (0, more)), constant_values=-1)
+        self.slot = np.pad(self.slot, ((0, 0), (0, more)), constant_values=-1)
         self.has = np.pad(self.has, ((0, 0), (0, more)))
 
 
-class HostSlots:
-    """Copies of pages in the host memory of a group's ranks, ``slots`` of each, known by the digests of the pages, and
-    replaced in the order of their last use. ``lost``: called with the digest of a copy that is replaced."""
-
-    def __init__(self, slots: int, index: PageIndex, number: int, size: int, lost: Callable[[bytes], None]):
-        self._free = [[*range((slots - 1) * size + rank, -1, -size)] for rank in range(size)]
-        self._slot_of: dict[bytes, int] = {}
-        self._used: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]  # least recently used first
-        self._index, self._number, self._size, self._lost = index, number, size, lost
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._slot_of
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        """Each rank's in the order of their last use."""
-        return ((digest, self._slot_of[digest]) for used in self._used for digest in used)
-
-    @property
-    def free(self) -> int:
-        return sum(map(len, self._free))
-
-    def rank_of(self, digest: bytes) -> int:
-        """Index of the rank that has a page that is here."""
-        return self._slot_of[digest] % self._size
-
-    def use(self, digest: bytes) -> int:
-        """The slot of a page that is here, which becomes the most recently used one."""
-        slot = self._slot_of[digest]
-        self._used[slot % self._size].move_to_end(digest)
-        return slot
-
-    def put(self, digest: bytes, rank: int, locked: Container[bytes] = ()) -> int | None:
-        """The slot for a copy of a page on a rank, without replacing those of ``locked``; None if the page is here
-        already, or no slot can be replaced."""
-        if digest in self._slot_of:
-            self.use(digest)
-            return None
-        slot = self.reserve(rank, locked)
-        if slot is not None:
-            self._slot_of[digest] = slot
-            self._used[rank][digest] = None
-        return slot
-
-    def reserve(self, rank: int, locked: Container[bytes] = ()) -> int | None:
-        """Takes a slot of a rank, which holds nothing until :meth:`name`; None if none can be replaced."""
-        if self._free[rank]:
-            return self._free[rank].pop()
-        oldest = next((digest for digest in self._used[rank] if digest not in locked), None)
-        if oldest is None:
-            return None
-        del self._used[rank][oldest]
-        slot = self._slot_of.pop(oldest)
-        self._lost(oldest)
-        return slot
-
-    def name(self, slot: int, digest: bytes | None) -> None:
-        """Records the copy that a reserved slot holds now; None: it is free again."""
-        rank = slot % self._size
-        if digest is None or digest in self._slot_of:
-            self._free[rank].append(slot)
-        else:
-            self._slot_of[digest] = slot
-            self._used[rank][digest] = None
-            self._index.gain(self._number, self._index.make([digest]))
-
-    def clear(self) -> None:
-        """Reserved slots stay reserved."""
-        for slot in self._slot_of.values():
-            self._free[slot % self._size].append(slot)
-        self._slot_of.clear()
-        for used in self._used:
-            used.clear()
-
-
 class _Cached:
-    """The cached pages of a rank, in the order of their last use. They stand in a list in which entries are out of date
-    once a page has left: ``stamps``, of all pages of the pool, has the place of the valid entry, -1 if there is none.
-    """
+    """The cached pages of a rank, or its copies, in the order of their last use. They stand in a list in which entries
+    are out of date once a page has left: ``stamps``, of all pages of the pool, has the place of the valid entry, -1 if
+    there is none."""
 
     def __init__(self, stamps: npt.NDArray[np.int32]):
         self._stamps, self._pages = stamps, np.empty(64, np.int64)
@@ -246,6 +186,87 @@ class _Cached:
         return taken
 
 
+class HostSlots:
+    """Copies of pages in the host memory of a group's ranks, ``slots`` of each, known by the numbers of the pages'
+    digests, and replaced in the order of their last use."""
+
+    def __init__(self, slots: int, index: PageIndex, number: int, size: int):
+        self._free = [array("i", range((slots - 1) * size + rank, -1, -size)) for rank in range(size)]
+        self._stamps = np.full(slots * size, -1, np.int32)
+        self._used = [_Cached(self._stamps) for _ in range(size)]
+        self._number_of = np.full(slots * size, -1, np.int32)  # number of the digest of each copy
+        self._index, self._number, self._size = index, number, size
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        """Digests and slots, each rank's in the order of their last use."""
+        for used in self._used:
+            for slot in used.all().tolist():
+                yield self._index.digests[self._number_of[slot]], slot
+
+    @property
+    def free(self) -> int:
+        return sum(map(len, self._free))
+
+    def slots_of(self, numbers: Ints) -> Ints:
+        """The slot of the copy of each page; -1: there is none."""
+        return self._index.slot[self._number, numbers].astype(np.int64)
+
+    def lock(self, slots: Ints) -> Ints:
+        """Copies in these slots, if not -1, are not replaced until :meth:`use`, which gets what this returns."""
+        slots = slots[slots >= 0]
+        for rank, some in by_rank(slots, self._size):
+            self._used[rank].remove(some)
+        return slots
+
+    def use(self, slots: Ints) -> None:
+        """Makes locked copies, or new ones, the most recently used ones."""
+        for rank, some in by_rank(slots, self._size):
+            self._used[rank].add(some)
+
+    def put(self, numbers: Ints, rank: int) -> tuple[Ints, Ints]:
+        """Gives pages of a rank slots for their copies: the last ones, if there are fewer slots than pages without a
+        copy. Returns the indices of those that get one, and the slots."""
+        slots = self.slots_of(numbers)
+        self.use(self.lock(slots))
+        new = (slots < 0).nonzero()[0]
+        slots = self.reserve(rank, len(new))
+        new = new[len(new) - len(slots) :]
+        self._name(slots, numbers[new])
+        return new, slots
+
+    def reserve(self, rank: int, count: int) -> Ints:
+        """Takes ``count`` slots of a rank, or those that there are, which hold nothing until :meth:`name`."""
+        free, used = self._free[rank], self._used[rank]
+        rest = max(0, len(free) - count)
+        slots = np.array(free[rest:], np.int64)[::-1]
+        del free[rest:]
+        oldest = used.take(min(count - len(slots), used.count))
+        numbers = self._number_of[oldest].astype(np.int64)
+        self._index.slot[self._number, numbers] = -1
+        self._index.lose(self._number, numbers)
+        return np.concatenate((slots, oldest))
+
+    def name(self, slot: int, digest: bytes | None) -> None:
+        """Records the copy that a reserved slot holds now; None: it is free again."""
+        numbers = np.empty(0, np.int64) if digest is None else self._index.make([digest])
+        if digest is None or self.slots_of(numbers)[0] >= 0:
+            self._free[slot % self._size].append(slot)
+        else:
+            self._name(np.array([slot]), numbers)
+            self._index.gain(self._number, numbers)
+
+    def _name(self, slots: Ints, numbers: Ints) -> None:
+        self._index.slot[self._number, numbers], self._number_of[slots] = slots, numbers
+        self.use(slots)
+
+    def clear(self) -> None:
+        """Reserved slots stay reserved; the caller clears the index."""
+        for free, used in zip(self._free, self._used, strict=True):
+            slots = used.all()
+            free.extend(as_array(slots))
+            used.remove(slots)
+
+
 class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
     in the order of their last use. Digests are given by their numbers in the index.
@@ -269,8 +290,8 @@ class PagePool:
         spilled: int = 0,
     ):
         self._index, self._number, self._size, self._slots = index or PageIndex(), number, size, slots
-        self.host = HostSlots(slots, self._index, number, size, self._lost)
-        self.copies: list[PageCopy] = []  # to and from the host, with which the next step begins, in their order
+        self.host = HostSlots(slots, self._index, number, size)
+        self.copies: list[PageCopies] = []  # to and from the host, with which the next step begins, in their order
         # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
         self._resident, self._regions = pages * size, size if not spilled else 2 * size
@@ -302,25 +323,23 @@ class PagePool:
     def _free_of(self, rank: int) -> int:
         return len(self.unused[rank]) + self._cached[rank].count
 
-    def take(
-        self, count: int, after: int | None = None, locked: frozenset[bytes] = frozenset(), region: int = 0
-    ) -> Ints:
+    def take(self, count: int, after: int | None = None, region: int = 0) -> Ints:
         """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
         the most free pages; raises ``RuntimeError`` if fewer are free. If resident ones are short, the first are
-        spilled ones. What resident ones held is copied to host memory, if there is any, without replacing the copies of
-        ``locked``. ``region``: the first rank's; if that of its spilled pages, only such are handed out."""
+        spilled ones. What resident ones held is copied to host memory, if there is any. ``region``: the first rank's;
+        if that of its spilled pages, only such are handed out."""
         if not region and (short := count - self.free) > 0:
             if short > self.free_spilled:
                 raise RuntimeError(f"{count} pages asked for, {self.free + self.free_spilled} are free")
-            first = self.take(short, after, locked, self._size)
-            return np.concatenate((first, self.take(count - short, int(first[-1]), locked)))
+            first = self.take(short, after, self._size)
+            return np.concatenate((first, self.take(count - short, int(first[-1]))))
         if self._size == 1:
-            return self._take_of(region, count, locked)
+            return self._take_of(region, count)
         turns = self._turns(count, after, region)
         pages = np.empty(count, np.int64)
         for rank in range(self._size):
             mine = turns == rank
-            pages[mine] = self._take_of(region + rank, int(mine.sum()), locked)
+            pages[mine] = self._take_of(region + rank, int(mine.sum()))
         return pages
 
     def fresh(self, count: int) -> array[int]:
@@ -346,7 +365,7 @@ class PagePool:
                 room[rank] -= rounds
         return np.array(turns[:count], np.int64)
 
-    def _take_of(self, region: int, count: int, locked: frozenset[bytes]) -> Ints:
+    def _take_of(self, region: int, count: int) -> Ints:
         unused = self.unused[region]
         rest = max(0, len(unused) - count)
         pages = np.array(unused[rest:], np.int64)[::-1]
@@ -354,19 +373,12 @@ class PagePool:
         if count == len(pages):
             return pages
         evicted = self._cached[region].take(count - len(pages))
-        numbers, index = self._digest_of[evicted].astype(np.int64), self._index
-        of_digests = index.page[self._number]
-        self._digest_of[evicted] = -1
-        if not self._slots:
-            of_digests[numbers] = -1
-            index.lose(self._number, numbers)
-            return np.concatenate((pages, evicted))
-        for page, number in zip(evicted.tolist(), numbers.tolist(), strict=True):
-            digest, of_digests[number] = index.digests[number], -1  # one after another: its copy may be replaced before
-            if region < self._size and (slot := self.host.put(digest, region, locked)) is not None:
-                self.copies.append(PageCopy(True, page, slot))
-            else:
-                self._lost(digest)
+        numbers = self._digest_of[evicted].astype(np.int64)
+        self._digest_of[evicted] = self._index.page[self._number, numbers] = -1
+        if self._slots and region < self._size:
+            copied, slots = self.host.put(numbers, region)
+            self.copies.append(PageCopies(True, evicted[copied], slots))
+        self._index.lose(self._number, numbers)
         return np.concatenate((pages, evicted))
 
     def fits(self, numbers: Ints, pages: int, room: int) -> bool:
@@ -381,23 +393,15 @@ class PagePool:
     def placed(self, numbers: Ints) -> int:
         """Number of digests, from the first on, whose pages :meth:`begin` has room for: rows in a rank's host memory
         come back on that rank."""
-        room = [*map(self._free_of, range(self._regions))]
-        if self._regions > self._size:
-            room = [sum(room[rank :: self._size]) for rank in range(self._size)]
-        for count, (number, page) in enumerate(zip(*self._pages_of(numbers), strict=True)):
-            digest, rank = self._index.digests[number], None
-            if page < 0:
-                rank = self.host.rank_of(digest) if digest in self.host else None
-            elif self._stamps[page] >= 0:
-                rank = page % self._size
-            if rank is not None:
-                room[rank] -= 1
-                if room[rank] < 0:
-                    return count
-        return len(numbers)
-
-    def _pages_of(self, numbers: Ints) -> tuple[list[int], list[int]]:
-        return numbers.tolist(), self._index.page[self._number, numbers].tolist()
+        pages = self._index.page[self._number, numbers]
+        cached = np.where(self._stamps[pages] >= 0, pages, -1)
+        needed = np.where(pages < 0, self.host.slots_of(numbers), cached)  # those that take a page of their rank
+        count = len(numbers)
+        for rank in range(self._size if count else 0):
+            its = ((needed >= 0) & (needed % self._size == rank)).nonzero()[0]
+            if len(its) > (room := sum(map(self._free_of, range(rank, self._regions, self._size)))):
+                count = min(count, int(its[room]))
+        return count
 
     def begin(
         self, numbers: Ints, count: int, make_room: Callable[[int, Ints], Ints] | None = None
@@ -411,38 +415,36 @@ class PagePool:
         hits = pages[here]
         cached = self._stamps[hits] >= 0
         self._shared[hits[~cached]] += 1
-        for rank, some in self._by_rank(hits[cached]):  # held before any page is taken, so that none of them is evicted
-            self._cached[rank].remove(some)
-        brought = self._bring(pages, numbers, count) if self._slots else np.empty(0, np.int64)
+        for region, some in self._by_region(hits[cached]):  # held before any page is taken: they are not evicted
+            self._cached[region].remove(some)
+        brought, slots = self._bring(pages, numbers, count) if self._slots else 2 * (np.empty(0, np.int64),)
         absent = (pages < 0).nonzero()[0]
         if make_room is not None:
             pages[here] = make_room(self._number, hits)
-        locked = frozenset(self._index.digests[number] for number in numbers[brought].tolist())
-        new = self.take(len(absent) + count - len(numbers), locked=locked)
+        new = self.take(len(absent) + count - len(numbers))
         pages[absent] = new[: len(absent)]
-        for index, page in zip(brought.tolist(), pages[brought].tolist(), strict=True):
-            self.copies.append(PageCopy(False, page, self.host.use(self._index.digests[numbers[index]])))
-        self.name(pages[brought], numbers[brought])
+        if len(brought):
+            self.copies.append(PageCopies(False, pages[brought], slots))
+            self.host.use(slots)
+            self.name(pages[brought], numbers[brought])
         return as_array(np.concatenate((pages, new[len(absent) :]))), absent.tolist()
 
-    def _bring(self, pages: Ints, numbers: Ints, count: int) -> Ints:
+    def _bring(self, pages: Ints, numbers: Ints, count: int) -> tuple[Ints, Ints]:
         """Takes a page for each digest that is in host memory only: a spilled one if resident ones are short; returns
-        their indices."""
-        digests = [self._index.digests[number] for number in numbers.tolist()]
-        indices = [index for index in (pages < 0).nonzero()[0].tolist() if digests[index] in self.host]
-        locked = frozenset(digests[index] for index in indices)
-        on_ranks = np.array([self.host.rank_of(digests[index]) for index in indices], np.int64)
-        brought = np.array(indices, np.int64)
-        short = self._regions > self._size and int((pages < 0).sum()) + count - len(numbers) > self.free
-        for rank in np.unique(on_ranks).tolist():
-            its = brought[on_ranks == rank]
+        their indices and their slots, locked."""
+        brought = (pages < 0).nonzero()[0]
+        slots = self.host.slots_of(numbers[brought])
+        short = self._regions > self._size and len(brought) + count - len(numbers) > self.free
+        brought, slots = brought[slots >= 0], self.host.lock(slots)
+        for rank in range(self._size):
+            its = brought[slots % self._size == rank]
             if self._regions > self._size:
                 wanted = len(its) if short else max(0, len(its) - self._free_of(rank))
                 spilled = min(wanted, self._free_of(self._size + rank))
-                pages[its[:spilled]] = self._take_of(self._size + rank, spilled, locked)
+                pages[its[:spilled]] = self._take_of(self._size + rank, spilled)
                 its = its[spilled:]
-            pages[its] = self._take_of(rank, len(its), locked)
-        return brought
+            pages[its] = self._take_of(rank, len(its))
+        return brought, slots
 
     def spillable(self, pages: Ints) -> npt.NDArray[np.bool_]:
         """Which of these held pages are resident, and held by one request only."""
@@ -454,9 +456,9 @@ class PagePool:
         moved, size = pages.copy(), self._size
         for rank in range(size):
             its = (pages % size == rank).nonzero()[0][: self._free_of(size + rank)]
-            old, new = pages[its], self._take_of(size + rank, len(its), frozenset())
+            old, new = pages[its], self._take_of(size + rank, len(its))
             moved[its] = new
-            self.copies += [PageCopy(True, *pair) for pair in zip(old.tolist(), (-1 - new).tolist(), strict=True)]
+            self.copies.append(PageCopies(True, old, -1 - new))
             numbers = self._digest_of[old]
             self._digest_of[old], self._digest_of[new] = -1, numbers
             self._index.page[self._number, numbers[numbers >= 0]] = new[numbers >= 0]
@@ -466,8 +468,9 @@ class PagePool:
     def room_beside(self, numbers: Ints) -> Room:
         """What a request leaves that begins with the pages of these digests, before it takes others."""
         size, pages = self._size, self._index.page[self._number, numbers].astype(np.int64)
-        digests = [self._index.digests[number] for number in numbers[pages < 0].tolist()]
-        back = np.array([self.host.rank_of(digest) for digest in digests if digest in self.host], np.int64)
+        absent = numbers[pages < 0]
+        slots = self.host.slots_of(absent) if self._slots else absent[:0]
+        back = slots[slots >= 0] % size
         hits = pages[pages >= 0]
         cached = hits[self._stamps[hits] >= 0]
         regions = cached % size + size * (cached >= self._resident)
@@ -476,7 +479,7 @@ class PagePool:
         brought = np.bincount(back, minlength=size)
         in_spilled = np.minimum(spilled, brought)
         return Room(
-            len(digests) - len(back),
+            len(absent) - len(back),
             resident - (brought - in_spilled),
             spilled - in_spilled,
             hits,
@@ -496,9 +499,7 @@ class PagePool:
         numbers = self._digest_of[pages].astype(np.int64)
         numbers = numbers[numbers >= 0]
         self._digest_of[pages] = self._index.page[self._number, numbers] = -1
-        digests = [self._index.digests[number] for number in numbers.tolist()]
-        for digest in digests:
-            self._lost(digest)
+        self._index.lose(self._number, numbers)
 
     def release(self, pages: Ints) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""
@@ -507,16 +508,18 @@ class PagePool:
         self._shared[pages[shared]] -= 1
         pages = pages[~shared]
         named = self._digest_of[pages] >= 0
-        for rank, some in self._by_rank(pages[named]):
-            self._cached[rank].add(some)
-        for rank, some in self._by_rank(pages[~named]):
-            self.unused[rank].extend(as_array(some))
+        for region, some in self._by_region(pages[named]):
+            self._cached[region].add(some)
+        for region, some in self._by_region(pages[~named]):
+            self.unused[region].extend(as_array(some))
 
-    def _by_rank(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
-        size = self._size
-        for region in range(self._regions if len(pages) else 0):
-            one = self._regions == 1
-            yield region, pages if one else pages[pages % size + size * (pages >= self._resident) == region]
+    def _by_region(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
+        if self._regions == self._size:
+            yield from by_rank(pages, self._size)
+            return
+        for spilled in (False, True):
+            some = pages[(pages >= self._resident) == spilled]
+            yield from ((rank + self._size * spilled, its) for rank, its in by_rank(some, self._size))
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the
@@ -528,11 +531,11 @@ class PagePool:
         self._digest_of.fill(-1)
         self.host.clear()
 
-    def _lost(self, digest: bytes) -> None:
-        """A page or a copy has gone; was it the last one here?"""
-        number = self._index.numbers[digest]
-        if self._index.page[self._number, number] < 0 and digest not in self.host:
-            self._index.lose(self._number, np.array([number]))
+
+def by_rank(pages: Ints, size: int) -> Iterator[tuple[int, Ints]]:
+    """The numbers of a pool's pages, or slots, of each rank."""
+    for rank in range(size if len(pages) else 0):
+        yield rank, pages if size == 1 else pages[pages % size == rank]
 
 
 def as_array(pages: Ints) -> array[int]:

@@ -165,9 +165,9 @@ class AsyncCalls:
         texts = bool(params.stop_strings or params.bad_words or params.structured_outputs or params.asks & HAS_BUDGET)
         texts = texts or self.has_tokenizer
         tokenizer = self.tokenizer if texts else None
-        adds = new_requests(self._encode(prompt), params, tokenizer, self._limits)
+        adds = new_requests(self._encode(prompt), params, tokenizer, self._limits, prompt.cache_salt)
         for add in adds:
-            add.cache_salt, add.priority = prompt.cache_salt, priority
+            add.priority = priority
         return PreparedPrompt(prompt.text, adds, tokenizer)
 
     def _prepare_stream(self, prompt: Prompt, sampling_params: SamplingParams | None, priority: int) -> PreparedPrompt:

@@ -50,7 +50,7 @@ def run_job(engine: Engine, run: Run) -> Generator[None, None, torch.Tensor]:
             while not request.prefilled:
                 step = engine.scheduler.schedule()
                 (chunk,) = step.chunks
-                with engine.cache_steps.moving([chunk]):
+                with engine.moving([chunk]):
                     if run.job == "prompt_logits":
                         engine.runner.all_logits(chunk, logits, block)
                     elif (last := engine.runner.last_logits(chunk)) is not None:

@@ -41,10 +41,10 @@ class _Journey:
 class PrefillLoop(SideLoop):
     def __init__(self, engine: Engine, side: Side):
         scheduler = engine.scheduler
-        assert isinstance(scheduler, PrefillScheduler)
-        self._scheduler = scheduler
+        assert isinstance(scheduler, PrefillScheduler) and engine.cache_steps is not None  # which sends its pages
+        self._scheduler, self._cache_steps = scheduler, engine.cache_steps
         self._journeys: dict[int, _Journey] = {}  # by id: of requests whose pages have not all come, also if they end
-        engine.cache_steps.leaving.append(self._leaving_under)
+        self._cache_steps.leaving.append(self._leaving_under)
         super().__init__(engine, side)
 
     @property
@@ -64,7 +64,7 @@ class PrefillLoop(SideLoop):
         elif isinstance(message, messages.TransferDone):
             for number in message.ids:
                 request = self._journeys.pop(number).request
-                self.engine.cache_steps.ended(request)
+                self._cache_steps.ended(request)
                 self._scheduler.sent(request)
         elif isinstance(message, messages.Preempted):
             if message.id in self._requests:
@@ -82,7 +82,7 @@ class PrefillLoop(SideLoop):
         if request.max_tokens - len(request.output) > 1:
             self._journeys[request.id] = _Journey(request)
             params = replace(request.params, prompt_logprobs=None)  # they are computed here
-            names = ("bad_words", "think_tokens", "id", "cache_salt", "priority")
+            names = ("bad_words", "think_tokens", "id", "cache_salt", "priority", "page_digests")
             add = Add(request.prompt, params, **{name: getattr(request, name) for name in names})
             self.tell(messages.Reserve(add, list(request.output)))
 

@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dsa_engine.engine.requests.request import Request
+from dsa_engine.engine.requests.request import PageDigests, Request
 from dsa_engine.errors import CapacityError, ContextLengthError
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.sampling_params import HAS_BUDGET, SamplingParams, StructuredOutputsParams
@@ -91,6 +91,7 @@ class Add:
     cache_salt: str | None = None  # requests with different salts share no cached pages
     priority: int = 0  # lower ones come first
     delivery: Literal["tokens", "end"] = "tokens"  # what its caller gets, see ``Request.delivery``
+    page_digests: bytes = b""  # of the prompt, ``PageDigests.joined``: no step of the engine waits until they are made
     compiled: Future[Any] | None = None  # its grammar, set by the loop of each rank
 
 
@@ -102,6 +103,7 @@ class Limits:
     vocab_size: int
     capacity: Capacity
     no_selection: str | None = None  # why ``SamplingParams.selection`` is not possible; None: it is
+    lookahead: int | None = None  # see :class:`.ledger.PrefixCache`; None: no page is found again
 
     def check(self, prompt: Sequence[int]) -> None:
         """Checks that a prompt can be prefilled, without room for an output; raises what :func:`new_requests` does."""
@@ -110,7 +112,11 @@ class Limits:
 
 
 def new_requests(
-    prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None, limits: Limits
+    prompt: Sequence[int],
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    cache_salt: str | None = None,
 ) -> list[Add]:
     """Makes a message for each of the ``params.n`` outputs of a prompt that arrives now; any thread may call it.
     ``tokenizer``: gives the token ids of ``bad_words`` and of thoughts; may be None if there are none."""
@@ -139,6 +145,11 @@ def new_requests(
             )
         think_tokens = begin, end
     prompt_ids, arrival = array("i", prompt), time.perf_counter()
+    page_digests = b""
+    if limits.lookahead is not None:
+        digests = PageDigests(limits.capacity.page_size, limits.lookahead, cache_salt)
+        digests.extend(len(prompt_ids), lambda start, length: prompt_ids[start : start + length])
+        page_digests = digests.joined
     wanted = [limits.vocab_size if count == -1 else count for count in (params.logprobs, params.prompt_logprobs)]
     adds = []
     for number in range(params.n):
@@ -152,7 +163,8 @@ def new_requests(
             prompt_logprobs=None if number else wanted[1],
             structured_outputs=form,
         )
-        adds.append(Add(prompt_ids, own, bad_words, think_tokens, arrival))
+        add = Add(prompt_ids, own, bad_words, think_tokens, arrival, cache_salt=cache_salt, page_digests=page_digests)
+        adds.append(add)
     return adds
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 from dsa_engine.outputs import Logprobs, Selection
 from dsa_engine.sampling_params import SamplingParams
 
@@ -65,15 +67,21 @@ class PageDigests:
 
     A digest covers the salt, all tokens up to the end of the page and, with MTP modules, the next tokens: the k-th
     module embeds the token k positions later, so its last rows in a page depend on the first tokens after the page.
-    Requests with different salts have no digest in common.
+    It is made of the digest before it and of these tokens. Requests with different salts have no digest in common.
+
+    ``joined``: those of a prompt, :attr:`joined` of another object; of no use if it has other sizes or another salt.
     """
 
-    def __init__(self, page_size: int, lookahead: int = 0, salt: str | None = None):
-        self.values: list[bytes] = []  # 128-bit BLAKE2b digests of the pages so far
+    def __init__(self, page_size: int, lookahead: int = 0, salt: str | None = None, joined: bytes = b""):
         self._page_size, self._lookahead = page_size, lookahead
-        start = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
-        # The digest of the salt and of all tokens of the pages: the salt's own has one length, whatever the salt.
-        self._so_far = blake2b(blake2b(start, digest_size=_DIGEST_BYTES).digest(), digest_size=_DIGEST_BYTES)
+        start = f"{page_size} {lookahead}" if salt is None else f"{page_size} {lookahead} salt {salt}"
+        self._start = _digest(start.encode(errors="surrogatepass"))
+        known = joined[_DIGEST_BYTES:] if joined[:_DIGEST_BYTES] == self._start else b""
+        self.values: list[bytes] = np.frombuffer(known, f"V{_DIGEST_BYTES}").tolist()  # of the pages so far
+
+    @property
+    def joined(self) -> bytes:
+        return b"".join((self._start, *self.values))
 
     def extend(self, known: int, tokens: Callable[[int, int], array[int]]) -> list[bytes]:
         """Adds the digests of pages whose tokens, and those after them, are known now; returns all. ``tokens``:
@@ -82,16 +90,17 @@ class PageDigests:
         count = (known - ahead) // size - first
         if count <= 0:
             return self.values
-        ids = memoryview(tokens(first * size, count * size + ahead)).cast("B")
-        so_far, values, width, more = self._so_far, self.values, 4 * size, 4 * ahead
-        for end in range(width, count * width + 1, width):
-            so_far.update(ids[end - width : end])
-            digest = so_far
-            if more:
-                digest = so_far.copy()
-                digest.update(ids[end : end + more])
-            values.append(digest.digest())
+        ids = tokens(first * size, count * size + ahead).tobytes()
+        values, width, more = self.values, 4 * size, 4 * ahead
+        last = values[-1] if values else self._start
+        for start in range(0, count * width, width):
+            last = _digest(last + ids[start : start + width + more])
+            values.append(last)
         return values
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 @dataclass(eq=False)
@@ -114,6 +123,7 @@ class Request:
     num_prefill_tokens: int = field(init=False)  # tokens to prefill: the prompt, and the output before a preemption
     preemptions: int = 0  # how often it has lost its pages
     cache_salt: str | None = None  # requests with different salts share no pages
+    page_digests: bytes = b""  # see ``Add.page_digests``
     priority: int = 0  # lower ones come first
     num_tokens_found: int = 0  # while it waits: those in the prefix cache when it was queued
     credit: int = 0  # eighths of prefill tokens by which others may overtake it, see ``PrefillStep``

@@ -90,9 +90,6 @@ class Samples(NamedTuple):
         return slice(*self.ranks.searchsorted((ranks.start, ranks.stop)).tolist())
 
 
-NO_SAMPLES = Samples.of([], [], [], 1)
-
-
 class DecodeStep(NamedTuple):
     """The next tokens of n requests that decode; the arrays are about the requests of all ranks, by key."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.steps.plan import StepPlan, Wanted
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.forward_batch import ForwardBatch
@@ -20,15 +21,19 @@ from dsa_engine.parallel import Mesh
 Selections = dict[int, dict[int, Selection]]  # by the request's id and the number of its output token
 
 
+def named_pages(request: Request, tokens: int, batch: ForwardBatch, page_size: int) -> np.ndarray:
+    """int32, the pages of a request's first tokens, as recorded selections name them."""
+    pages = np.array(request.pages[: pages_for(tokens, page_size)], np.int32)
+    if batch.buffers is not None:
+        return batch.buffers.pages_of(pages)
+    return pages if batch.shards is None else np.arange(len(pages), dtype=np.int32)  # positions are recorded
+
+
 def recorder_of(plan: StepPlan, batch: ForwardBatch, page_size: int, index_topk: int) -> SelectionRecorder:
     wanted = _wanted(plan)
     visible, pages = np.full((len(wanted), index_topk), -1, np.int32), []
     for row, (request, position, _) in zip(visible, wanted, strict=True):
-        of_request = np.array(request.pages[: pages_for(position, page_size)], np.int32)
-        if batch.buffers is not None:
-            of_request = batch.buffers.pages_of(of_request)
-        elif batch.shards is not None:
-            of_request = np.arange(len(of_request), dtype=np.int32)  # positions are recorded
+        of_request = named_pages(request, position, batch, page_size)
         pages.append(of_request)
         first = np.arange(min(position, index_topk))
         row[: len(first)] = of_request[first // page_size] * page_size + first % page_size

@@ -189,7 +189,7 @@ class Passes(ABC):
         bucket = Bucket(step.samples.max_requests, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)
         rows = np.full(len(step.rows), bucket.rows)
-        plan = StepPlan(step.rank, padded, rows, step.samples, decodes=True, bucket=bucket)
+        plan = StepPlan(step.rank, padded, rows, decodes=True, bucket=bucket)
         for hook in self._hooks:
             hook(plan)
         shape = self.cache.block_tables.shape(bucket.requests, bucket.context)

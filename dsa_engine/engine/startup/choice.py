@@ -17,6 +17,7 @@ import torch
 from dsa_engine.config.fields import is_given, plain
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.config.quantization import QuantizationConfig
+from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
 from dsa_engine.model.rank_weights import WeightBytes
@@ -104,10 +105,13 @@ class Choice:
     def weights(self, tp_size: int) -> WeightBytes:
         return WeightBytes.of_rank(self.config, self.stored, self.dtype, self.devices.ranks, tp_size)
 
+    @property
+    def cached_as(self) -> CacheFormat:
+        return cache_format(self.config, cache_dtype(self.values["kv_cache_dtype"], self.dtype))
+
     def request_bytes(self) -> int:
         """Bytes of the longest request in the caches."""
-        dtype = cache_dtype(self.values["kv_cache_dtype"], self.dtype)
-        return self.longest * cache_bytes_per_token(self.config, cache_format(self.config, dtype))
+        return self.longest * cache_bytes_per_token(self.config, self.cached_as)
 
 
 def chosen_options(
@@ -184,7 +188,11 @@ def _dcp_size(choice: Choice) -> tuple[int, str]:
     sizes = [size for size in range(1, limit + 1) if limit % size == 0]
     sizes.sort(key=lambda size: node % size > 0)
     room, needed = choice.room(choice.values["tp_size"], _LEAST_CHUNK), choice.request_bytes()
-    size = next((size for size in sizes if needed <= size * room), max(sizes))
+    rows = (
+        choice.cached_as.packed_width(index_key=choice.config.has_indexer) * choice.cached_as.latent.pool_dtype.itemsize
+    )
+    coming = 2 * choice.longest * rows  # of two layers, from other ranks, in a prefill
+    size = next((size for size in sizes if needed / size + coming * (size > 1) <= room), max(sizes))
     beside = format_bytes(max(0, int(room)))
     return size, f"the longest request takes {format_bytes(needed)}, a rank has {beside} beside weights and steps"
 

@@ -266,13 +266,14 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     if prepared.on_cuda and Tokenizer.lies_in(prepared.folder):
         grammars.load()  # seconds, for which streams would wait with the first request that has a grammar
     on_disk = page_folder(options, prepared.folder, model, prepared.format)
+    moves = CacheSteps(scheduler, mesh, transfer, on_disk, side.sender if side else None) if transfer or side else None
     return Engine(
         options=options,
         model=model,
         cache=cache,
         scheduler=scheduler,
         runner=ModelRunner(model, cache, graphs, prepared.relaxed, micro_batches, grammars),
-        cache_steps=CacheSteps(scheduler, mesh, transfer, on_disk, side.sender if side else None),
+        cache_steps=moves,
         rebalancing=loaded.rebalancing,
         recorder=loaded.recorder,
         max_model_len=prepared.max_model_len,
@@ -305,7 +306,7 @@ def _log_cache(prepared: Prepared, cache: KVCache) -> None:
     tokens, ranks = (cache.pages + cache.spilled) * cache.page_size, prepared.mesh.world_size
     how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
-    together = f", {prepared.mesh.dcp.size} of which hold a request together" if not prepared.mesh.dcp.alone else ""
+    together = f", each {prepared.mesh.dcp.size} of which hold a request together" if prepared.mesh.dcp.size > 1 else ""
     spills = f", the latent rows of {cache.spilled * cache.page_size:,} in host memory" if cache.spilled else ""
     text = (
         f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"

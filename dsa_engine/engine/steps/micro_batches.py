@@ -16,7 +16,7 @@ import numpy as np
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep
+from dsa_engine.engine.requests.samples import DecodeStep
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.options import EngineOptions
 from dsa_engine.parallel import Mesh
@@ -104,6 +104,6 @@ def _cut_decode(step: StepPlan, decode: DecodeStep, config: ModelConfig) -> Step
         rows = np.bincount(samples.ranks[chosen], samples.counts[chosen], world).astype(np.int64)
         chunks = [replace(chunk, num_logits=0) for chunk, mine in zip(decode.chunks, own.tolist(), strict=True) if mine]
         plan = RankPlan.of_decode(chunks, config)
-        return StepPlan(step.rank, plan, rows, NO_SAMPLES, step.decodes)
+        return StepPlan(step.rank, plan, rows, step.decodes)
 
     return replace(step, micro_batches=(of(first, own), of(~first, ~own)))

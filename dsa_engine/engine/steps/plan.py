@@ -18,7 +18,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.request import Chunk, Request
-from dsa_engine.engine.requests.samples import NO_SAMPLES, DecodeStep, Samples
+from dsa_engine.engine.requests.samples import DecodeStep, Samples
 from dsa_engine.engine.steps.context_buckets import Bucket, ContextBuckets, bucket_of
 from dsa_engine.kernels.rows.segment import Segment
 from dsa_engine.parallel.context_parallel import pieces_of
@@ -208,7 +208,6 @@ class StepPlan:
     rank: int
     own: RankPlan  # the rows of this rank
     rows: np.ndarray  # int64 [ranks], number of rows, padding included
-    samples: Samples  # the rows with logits of all ranks
     decodes: bool  # whether this is a decode step: every chunk has few tokens, perhaps of a prompt, on one rank
     chunks: Seq[Chunk] = ()  # these and the segments are those of all ranks, in a step that prefills
     segments: SegmentTable | None = None
@@ -235,8 +234,7 @@ class StepPlan:
         table = SegmentTable.of(chunks, config, cuts or {})
         rows = np.bincount(table.rank, table.length, world_size).astype(np.int64)
         decodes = bool(chunks) and all(c.length <= max_decode_rows and len(c.ranks) == 1 for c in chunks)
-        samples = table.samples(chunks, world_size)
-        return cls(rank, table.of_rank(rank, chunks), rows, samples, decodes, chunks, table, cuts=cuts or {})
+        return cls(rank, table.of_rank(rank, chunks), rows, decodes, chunks, table, cuts=cuts or {})
 
     @classmethod
     def of_decode(
@@ -260,7 +258,15 @@ class StepPlan:
         else:
             rows = np.bincount(step.samples.ranks, step.samples.counts, world_size).astype(np.int64)
             own = RankPlan.of_decode(chunks, config)
-        return cls(rank, own, rows, step.samples, True, decode=step, bucket=bucket, of_group=of_group)
+        return cls(rank, own, rows, True, decode=step, bucket=bucket, of_group=of_group)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """The rows with logits of all ranks; of a prefill made when its layers have been launched."""
+        if self.decode is not None:
+            return self.decode.samples
+        assert self.segments is not None, "a step made of chunks"
+        return self.segments.samples(self.chunks, len(self.rows))
 
     @property
     def for_graph(self) -> bool:
@@ -278,7 +284,7 @@ class StepPlan:
         columns = (column[mine] for column in table._replace(chunk=numbers))
         part = SegmentTable(*columns)
         rows = np.bincount(part.rank, part.length, len(self.rows)).astype(np.int64)
-        return StepPlan(self.rank, part.of_rank(self.rank, chunks), rows, NO_SAMPLES, self.decodes, chunks, part)
+        return StepPlan(self.rank, part.of_rank(self.rank, chunks), rows, self.decodes, chunks, part)
 
     @property
     def records(self) -> bool:

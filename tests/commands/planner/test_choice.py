@@ -210,6 +210,8 @@ def test_sizes_divide_any_world(ranks: int, node: int) -> None:
         ("deepseek_v32", "H200", 8, 163_840, 1),
         ("glm_moe_dsa", "H200", 8, 1_048_576, 4),
         ("glm_moe_dsa", "H100", 16, 1_048_576, 8),
+        ("glm_5_2", "H200", 8, 1_048_576, 4),  # with tp_size 8; the plan's tp_size 1 leaves 9.5 GiB less: 8
+        ("glm_5_2", "H100", 16, 1_048_576, 8),  # with rows of two layers beside a quarter of the pages
         ("glm_moe_dsa", "H100", 64, 202_752, 1),
     ],
 )

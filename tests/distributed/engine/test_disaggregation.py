@@ -238,11 +238,30 @@ def test_a_rank_that_is_killed_ends_the_run(torchrun: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode", "dcp", "decode_dcp"), [(2, 2, 2, 2), (2, 1, 2, 1), (1, 2, 1, 2)])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("prefill", "decode", "dcp", "decode_dcp"),
+    [(2, 2, 2, 2), (2, 2, 2, 1), (2, 2, 1, 2), (2, 1, 2, 1), (1, 2, 1, 2), (3, 1, 3, 1), (1, 3, 1, 3)],
+)
 def test_parts_that_hold_contexts_together(
-    disaggregated: Callable[..., Any], prefill: int, decode: int, dcp: int, decode_dcp: int
+    disaggregated: Callable[..., Any], tmp_path: Path, prefill: int, decode: int, dcp: int, decode_dcp: int, seed: int
 ) -> None:
-    options = MODEL | {"cache_memory": "768KiB", "decode_options": {"dcp_size": decode_dcp}}
-    case = {"options": options, "parallel": {"dcp_size": dcp}, "generate": requests(16), "cancelled": 5}
+    rng = random.Random(seed)
+    memory, its_memory = (rng.choice(["384KiB", "768KiB"]) for _ in range(2))
+    tokens = rng.choice([16, 64])
+    own = {"dcp_size": decode_dcp, "tp_size": rng.choice([1, decode]), "cache_memory": its_memory}
+    options: dict[str, Any] = {"cache_memory": memory, "max_num_batched_tokens": tokens, "decode_options": own}
+    options["enable_dbo"] = rng.random() < 0.5
+    if rng.random() < 0.5:
+        options["speculative_config"] = {"num_speculative_tokens": rng.choice([1, 2])}
+    if rng.random() < 0.6:
+        options["host_cache_memory"] = rng.choice(["128KiB", "1MiB"])
+    if rng.random() < 0.5:
+        options["cache_folder"] = str(tmp_path / "pages")
+    parallel = {"cp_size": prefill, "dcp_size": dcp}
+    if decode > 1 and prefill > 1 and rng.random() < 0.5:
+        parallel |= {"rebalance_every": 3, "redundant_experts": rng.choice([0, 2])}
+    case = {"options": MODEL | options, "parallel": parallel, "generate": requests(16), "cancelled": 5, "repeated": 2}
     results = disaggregated(prefill, decode, case)
+    print(case["options"], parallel, *results, sep="\n")
     check(prefill, results, single(case | {"options": MODEL}))

@@ -1,6 +1,7 @@
 """Ranks that hold contexts together (``dcp_size``) choose the tokens that one process chooses: on 2 to 4 ranks, in
-groups of any size, in chunks, with hits, preemption, aborts, drafts, FP8 caches, tiers, micro-batches and every kind of
-model; no page is lost, and requests run that are longer than the cache of a rank."""
+groups of any size, in chunks, with hits, preemption, aborts, drafts, FP8 caches, host memory and the disk,
+micro-batches, experts that move, dispatches by node and every kind of model; no page is lost, and requests run that are
+longer than the cache of a rank."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "two modules": {"num_nextn_predict_layers": 2},
 }
 DRAFTS = ("demo", "glm", "v3", "two modules")
+COUNTS = ("hits", "fetched", "in_host", "written", "read", "preemptions", "launched_ahead", "moved_bytes")
 OPTIONS = {"device": "cpu", "max_model_len": 512, "page_size": 8, "cache_memory": "4MiB", "progress": False}
 
 
@@ -39,16 +41,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return where
 
 
-def random_case(rng: random.Random, world: int, name: str) -> dict[str, Any]:
-    """A case of ``worker.py``, without the folder of its ``model``."""
-    cp = rng.choice([size for size in (2, 3, 4) if world % size == 0])
-    dcp = rng.choice([size for size in (2, 3, 4) if cp % size == 0])
-    tp = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
-    dispatch = rng.choice(["all_to_all", "all_gather", "all_gather"])
-    parallel = {"cp_size": cp, "dcp_size": dcp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch}
-    model = rng.choice(["demo", *MODELS])
-    options = OPTIONS | {"max_num_batched_tokens": rng.choice([16, 40, 300]), "page_size": rng.choice([4, 8, 16])}
-    options |= {"enable_dbo": rng.random() < 0.3, "max_num_seqs": rng.choice([3, 16])}
+def random_work(rng: random.Random) -> dict[str, Any]:
+    """What is computed: the model without its folder, options that change rows and tokens, and requests."""
+    model, options = rng.choice(["demo", *MODELS]), OPTIONS | {"page_size": rng.choice([4, 8, 16])}
     if model == "fp8":
         options["kv_cache_dtype"] = "fp8"
     if model in DRAFTS and rng.random() < 0.8:
@@ -66,24 +61,56 @@ def random_case(rng: random.Random, world: int, name: str) -> dict[str, Any]:
         for n in range(len(prompts))
     ]
     again = [prompt + [rng.randrange(4, 200)] for prompt in prompts[:3]]
-    rounds = [{"prompts": prompts, "params": params}, {"prompts": again, "params": params[:3]}]
-    case: dict[str, Any] = {"name": name, "model": model, "parallel": parallel, "generate": rounds}
     if model != "v3" and rng.random() < 0.2:
         params[0]["selection"] = 2
+    rounds = [{"prompts": prompts, "params": params}, {"prompts": again, "params": params[:3]}]
+    return {"model": model, "options": options, "generate": rounds}
+
+
+def random_case(rng: random.Random, world: int, name: str, work: dict[str, Any], least: int = 2) -> dict[str, Any]:
+    """A case of ``worker.py``, without the folder of its ``model``: how some work is computed, with ``dcp_size`` not
+    less than ``least``."""
+    cp = rng.choice([size for size in (2, 3, 4) if world % size == 0])
+    dcp = rng.choice([size for size in range(least, 5) if cp % size == 0])
+    tp = rng.choice([size for size in (1, 1, 2, 4) if world % size == 0])
+    dispatch = rng.choice(["all_to_all", "by_node", "all_gather", "all_gather"])
+    parallel = {"cp_size": cp, "dcp_size": dcp, "tp_size": tp, "moe_dispatch": dispatch, "decode_dispatch": dispatch}
+    options = work["options"] | {"max_num_batched_tokens": rng.choice([16, 40, 300])}
+    options |= {"enable_dbo": rng.random() < 0.3, "max_num_seqs": rng.choice([3, 16])}
+    case: dict[str, Any] = work | {"name": name, "parallel": parallel, "options": options}
+    if dispatch == "by_node":
+        case["nodes"] = rng.choice([[0, 0, 1, 1], [0, 1, 0, 1]])[:world]
+    if rng.random() < 0.3:
+        parallel |= {"redundant_experts": rng.choice([0, 2, 4]), "rebalance_every": 2}
     if rng.random() < 0.4:
         # Little more than the longest request needs on all ranks of its group.
-        pages = -(-max(len(p) + 20 for p in prompts) // options["page_size"])
+        pages = -(-max(len(p) + 20 for p in work["generate"][0]["prompts"]) // options["page_size"])
         case["pages"] = -(-(pages + rng.choice([2, 20])) // dcp)
     if rng.random() < 0.3:
         options["host_cache_memory"] = rng.choice(["128KiB", "1MiB"])
     if dispatch == "all_gather":
         case["padded"], case["ahead"] = rng.random() < 0.5, rng.random() < 0.5
-    case["preempts"] = rng.random() < 0.4
+    case["preempts"], case["waiting"] = rng.random() < 0.4, options["enable_dbo"] and rng.random() < 0.3
     if rng.random() < 0.3:
         case |= {"every": rng.choice([1, 2, 4]), "aborts": rng.choice([0, 1, 3])}
     if "speculative_config" in options and rng.random() < 0.3:
         case["adaptive"] = True
-    return case | {"options": options}
+    return case
+
+
+def random_cases(rng: random.Random, world: int, number: int, folder: Path) -> list[dict[str, Any]]:
+    """Some work is computed twice, each time in another way and perhaps without ``dcp_size``: pages that the first
+    engine leaves on the disk are read by the second one."""
+    cases = list[dict[str, Any]]()
+    while len(cases) < number:
+        work, name = random_work(rng), f"{world}-{len(cases)}"
+        if len(cases) % 5:
+            cases.append(random_case(rng, world, name, work))
+            continue
+        size = rng.choice([None, None, None, "1MiB"])  # more pages than that are deleted
+        work["options"] |= {"cache_folder": str(folder / name), "cache_folder_size": size}
+        cases += [random_case(rng, world, f"{name}{how}", work, least=1) for how in (" writes", " reads")]
+    return cases
 
 
 def check(cases: list[dict[str, Any]], world: int, rank_results: Any, worker: Any, folder: Path) -> list[Any]:
@@ -149,9 +176,16 @@ def test_random_cases(
     tmp_path: Path,
 ) -> None:
     """15 launches of 14 cases."""
-    rng = random.Random(10 * world + seed)
-    cases = [random_case(rng, world, f"{world}-{seed}-{n}") for n in range(14)]
-    check([case | {"folder": folders[case["model"]]} for case in cases], world, rank_results, worker, tmp_path)
+    cases = random_cases(random.Random(10 * world + seed), world, 14, tmp_path / "pages")
+    cases = [case | {"folder": folders[case["model"]]} for case in cases]
+    ranks = check(cases, world, rank_results, worker, tmp_path)
+    for case in cases:
+        counts = {key: [rank[case["name"]][key] for rank in ranks] for key in COUNTS}
+        print(case["name"], case["model"], case["parallel"], counts)
+    for reads in [case["name"] for case in cases if "reads" in case["name"]]:
+        written = sum(rank[reads.replace("reads", "writes")]["written"] for rank in ranks)
+        read, hits = sum(rank[reads]["read"] for rank in ranks), ranks[0][reads]["hits"]
+        assert written > 0 and read > 0 and hits > 0, reads
 
 
 @pytest.mark.slow

@@ -58,7 +58,14 @@ def test_the_error_of_a_rank_is_shown_first(failing: Failing) -> None:
     assert "rank 1 has begun" in done.stdout, "what was printed before is not lost"
 
 
-@pytest.mark.parametrize(("how", "shown"), [("one_rank_is_killed", "Signal 9"), ("one_rank_leaves", "exitcode  : 3")])
+@pytest.mark.parametrize(
+    ("how", "shown"),
+    [
+        ("one_rank_is_killed", "Signal 9"),
+        pytest.param("one_rank_is_killed_of_a_context", "Signal 9", marks=pytest.mark.slow),
+        ("one_rank_leaves", "exitcode  : 3"),
+    ],
+)
 def test_a_rank_that_vanishes_ends_the_run(how: str, shown: str, failing: Failing) -> None:
     done = failing(how)
     report = done.stderr.split("Root Cause")[1]
@@ -72,6 +79,13 @@ def test_an_interrupt_needs_no_traceback(failing: Failing) -> None:
     said = said_by_ranks(failing("one_rank_is_interrupted"))
     assert said.startswith("[rank 1] interrupted")
     assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(failing: Failing) -> None:
+    """Of those that hold contexts together."""
+    said = said_by_ranks(failing("one_rank_stops_of_a_context"))
+    assert re.match(r"\[rank [02]\] failed and ends the run", said) and "Timed out waiting 5000ms" in said
 
 
 def test_a_rank_that_hangs_ends_the_run_after_the_timeout(failing: Failing) -> None:

@@ -33,6 +33,10 @@ def one_rank_is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def one_rank_stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def one_rank_hangs() -> None:
     time.sleep(300)
 
@@ -47,17 +51,15 @@ def one_rank_leaves() -> None:
 
 
 def in_the_third_step() -> None:
-    llm = LLM(
-        FOLDER,
-        **OPTIONS,
-        parallel=ParallelConfig(timeout=5 if HOW == "one_rank_hangs" else 600),
-    )
+    together = int(os.environ["WORLD_SIZE"]) if HOW.endswith("_of_a_context") else 1
+    waits = HOW.startswith(("one_rank_hangs", "one_rank_stops"))
+    llm = LLM(FOLDER, **OPTIONS, parallel=ParallelConfig(dcp_size=together, timeout=5 if waits else 600))
     if RANK == 1:
         steps, launch = iter(range(100)), llm.engine.runner.launch
 
         def fails(*args):
             if next(steps) == 2:
-                globals()[HOW]()
+                globals()[HOW.removesuffix("_of_a_context")]()
             return launch(*args)
 
         llm.engine.runner.launch = fails  # type: ignore[method-assign]

@@ -136,7 +136,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
     result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
-    result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
+    steps = engine.cache_steps
+    result["read"] = steps.loads.pages_read if steps and steps.loads else 0
+    result["written"] = steps.stores.pages_written if steps and steps.stores else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"], result["latent_bytes"] = engine.cache.page_bytes, engine.cache.latent[0].nbytes
     result["fetched_bytes"] = sum(sum(one.sent) for one in log if one.kind == "all_to_all")
@@ -146,6 +148,8 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     together = engine.mesh.dcp.size
     result["own_pages_lost"] = together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
+    if engine.cache_steps.stores:
+        llm.close()  # when all is written, which another case may read
     return result
 
 
@@ -177,6 +181,8 @@ def one_by_one(
     """Like ``LLM.generate``; one more request arrives every ``every`` steps, and ``aborts`` are aborted."""
     inbox, replies = Inbox(lambda stopped: None), list[Reply]()
     step = 0
+    if llm.engine.cache_steps.loads:  # the loop waits for messages over the hosts' group meanwhile
+        llm.engine.cache_steps.loads.group = llm.engine.mesh.world
     while len(replies) < len(prompts) or llm.engine.has_work:
         if step % every == 0 and len(replies) < len(prompts):
             (add,) = new_requests(prompts[len(replies)], params[len(replies)], None, llm.engine.limits)

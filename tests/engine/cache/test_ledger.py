@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +21,7 @@ class Named(PagePool):
     """A pool whose digests are given as they are."""
 
     def __init__(self, pages: int, slots: int = 0, size: int = 1):
-        self.index = PageIndex()
+        self.index = PageIndex(copies=slots > 0)
         super().__init__(pages, slots, self.index, size=size)
 
     def named(self, pages: Sequence[int], digests: list[bytes]) -> None:
@@ -30,6 +32,9 @@ class Named(PagePool):
 
     def begun(self, digests: list[bytes], count: int) -> tuple[array[int], list[int]]:
         return self.begin(self.index.make(digests), count)
+
+    def planned(self) -> list[tuple[bool, int, int]]:
+        return [(one.to_host, *pair) for one in self.copies for pair in zip(one.pages, one.slots, strict=True)]
 
     def held(self, digests: list[bytes]) -> int:
         return self.count_held(self.index.make(digests))
@@ -148,7 +153,7 @@ def test_rows_in_host_memory_come_back_on_their_rank() -> None:
     pool.named(pages, names)
     pool.released(pages)
     others = pool.take(4).tolist()
-    slots = {page: slot for to_host, page, slot in pool.copies}
+    slots = {page: slot for to_host, page, slot in pool.planned()}
     assert sorted(slots) == [0, 1, 2, 3] and all(page % 2 == slot % 2 for page, slot in slots.items())
     pool.copies = []
     pool.released([page for page in others if page % 2])
@@ -158,7 +163,29 @@ def test_rows_in_host_memory_come_back_on_their_rank() -> None:
     assert pool.placed(numbers) == 2
     back, absent = pool.begin(numbers[:2], 3)
     assert [page % 2 for page in back] == [0, 1, 1] and not absent
-    assert sorted(pool.copies) == [(False, page, slots[at]) for page, at in sorted(zip(back, pages[:2], strict=False))]
+    wanted = [(False, page, slots[at]) for page, at in zip(back, pages[:2], strict=False)]
+    assert sorted(pool.planned()) == sorted(wanted)
+
+
+def test_host_memory_costs_no_function_a_page() -> None:
+    """A prompt evicts pages to it, replaces copies in it, and brings them back."""
+
+    def calls(count: int) -> int:
+        called, ledger = Counter[str](), PageLedger(0, 4, count, slots=2 * count, dcp_size=2)
+        for number in (0, 1, 2, 3, 1):
+            digests = [b"%d %d" % (number, page) for page in range(2 * count)]
+            sys.setprofile(lambda frame, event, _: called.update([event]))
+            request = Request(number, [0], SamplingParams())
+            numbers = ledger.usable(digests, [range(2)])[0]
+            ledger.begin(request, range(2), numbers, 2 * count)
+            ledger.name(request, digests[len(numbers) :], len(numbers))
+            ledger.release(request)
+            sys.setprofile(None)
+            copies = Counter(one.to_host for one in ledger.moves([]).copies)
+        assert len(numbers) == copies[False] * 2 == 2 * count, "the last one has come back, half of it on this rank"
+        return called["call"]
+
+    assert calls(100) - calls(20) < 80
 
 
 def test_a_pool_fetches_from_the_rank_that_has_a_page() -> None:

@@ -18,9 +18,9 @@ from scheduling import run_step
 PAGE = 4
 
 
-def make_scheduler(world: int = 1, cp: int = 1, pages: int = 40, tokens: int = 64, rank: int = 0) -> Scheduler:
-    capacity = Capacity(world, cp, pages, PAGE)
-    return Scheduler(capacity, rank=rank, max_num_seqs=8, max_num_batched_tokens=tokens, max_prefill_share=1.0)
+def make_scheduler(world: int = 1, cp: int = 1, pages: int = 40, tokens: int = 64, dcp: int = 1) -> Scheduler:
+    capacity = Capacity(world, cp, pages, PAGE, dcp)
+    return Scheduler(capacity, rank=0, max_num_seqs=8, max_num_batched_tokens=tokens, max_prefill_share=1.0)
 
 
 def make_request(number: int, prompt: Sequence[int], output: int = 2, **params: Any) -> Request:
@@ -120,6 +120,25 @@ def test_the_memory_is_taken_from_cached_pages() -> None:
     assert len(scheduler.ledger.pools[0].unused[0]) == 3 and scheduler.free_pages == [8]
     assert run(scheduler, make_request(1, range(24)))[0] == (1, 0, 24)
     assert run(scheduler, make_request(2, DOCUMENT))[0] == (2, 4, 16), "the last pages were evicted first"
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4, 8])
+def test_ranks_that_hold_contexts_together_find_the_sum_of_their_pages(dcp: int) -> None:
+    """After many times as many prompts the newest are found, and at most a part of the oldest one is missing, where
+    the rest of the last took a page. Each rank has its part of a prompt, within a page."""
+    scheduler, pages = make_scheduler(world=8, cp=8, pages=32, tokens=4, dcp=dcp), 8
+    prompts = [[number] * (pages * PAGE + 1) for number in range(20 * dcp)]
+    for number, prompt in enumerate(prompts):
+        scheduler.add(request := make_request(number, prompt, output=1))
+        step(scheduler)
+        on_ranks = [sum(page % dcp == rank for page in request.pages) for rank in range(dcp)]
+        assert sum(on_ranks) == pages + 1 and max(on_ranks) - min(on_ranks) <= 1
+        run(scheduler)
+    again = [make_request(len(prompts) + number, prompt) for number, prompt in enumerate(prompts)]
+    for request in again:
+        scheduler.add(request)
+    found = [request.num_tokens_found // PAGE for request in again]
+    assert found[1 - 4 * dcp :] == [pages] * (4 * dcp - 1) and 32 * dcp - pages <= sum(found) < 32 * dcp
 
 
 def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:

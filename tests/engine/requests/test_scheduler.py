@@ -6,6 +6,8 @@ import pickle
 import random
 import tracemalloc
 from array import array
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsa_engine.engine.cache.ledger import PrefixCache
-from dsa_engine.engine.requests.limits import Add, Capacity
+from dsa_engine.engine.cache.ledger import PageLedger, PrefixCache
+from dsa_engine.engine.requests import request as request_module
+from dsa_engine.engine.requests.limits import Add, Capacity, Limits, new_requests
 from dsa_engine.engine.requests.prefill import PrefillStep
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
 from dsa_engine.errors import CapacityError
 from dsa_engine.measure.requests import check_batch
 from dsa_engine.sampling_params import SamplingParams
+from dsa_engine.server.messages import NewRequest
 from scheduling import run_step
 
 
@@ -414,6 +418,35 @@ def test_a_filled_request_leaves_the_pages_that_a_prompt_has_been_promised() -> 
     step(scheduler)  # a quarter of it
     with pytest.raises(CapacityError, match="no room to fill"):
         scheduler.admit_prefilled(make_request(1, 12, output=1))
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_digests_of_a_prompt_are_made_by_its_caller(lookahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine uses them, makes those of the output from the last one, and makes all itself if they do not fit."""
+    made, prompt = Counter[str](), list(range(400))
+    digest = request_module._digest
+    monkeypatch.setattr(request_module, "_digest", lambda data: made.update(["digests"]) or digest(data))
+
+    def entered(page_size: int, lookahead: int, salt: str | None, page_digests: bytes) -> tuple[list[bytes], int]:
+        request = Request(0, prompt, SamplingParams(max_tokens=9), cache_salt=salt, page_digests=page_digests)
+        cache = PrefixCache(PageLedger(0, 1, 100), page_size, enabled=True)
+        cache.lookahead, before = lookahead, made.total()
+        cache.enter(request)
+        request.output += [*range(8)]
+        return list(cache.digests(request)), made.total() - before
+
+    capacity = Capacity(1, 1, 200, 4)
+    limits = Limits(1000, 1000, capacity, lookahead=lookahead)
+    (add,) = new_requests(prompt, SamplingParams(max_tokens=9), None, limits, "mine")
+    own = entered(4, lookahead, "mine", b"")
+    assert own[1] == 103 - (lookahead > 0) and len({*own[0]}) == own[1] - 1
+    assert entered(4, lookahead, "mine", add.page_digests) == (own[0], 3), "of the salt, and of the output's pages"
+    assert NewRequest.of(add).add(5).page_digests == add.page_digests and len(add.page_digests) // 16 <= 101
+    for how in ((8, lookahead, "mine"), (4, 1, "mine"), (4, lookahead, "yours"), (4, lookahead, None)):
+        other = entered(*how, b"")
+        assert entered(*how, add.page_digests) == other and not {*other[0]} & {*own[0]}
+    (add,) = new_requests(prompt, SamplingParams(max_tokens=9), None, replace(limits, lookahead=None))
+    assert not add.page_digests
 
 
 def test_waiting_prompts_are_small() -> None:

@@ -180,15 +180,17 @@ def test_the_same_tokens_and_drafts(engines: Any) -> None:
         replace(PENALISED, temperature=0.9, seed=8),
     ]
     short = [replace(GREEDY, max_tokens=count) for count in (1, 2, 3, 4)]
-    outputs = same(engines, [*prompts, *prompts], [*params, *short])
+    more = [replace(DRAWN, temperature=1.5, seed=seed) for seed in (9, 10)]  # as a rule not the likeliest tokens
+    params = [*params, *short, *more]
+    outputs = same(engines, [*prompts, *prompts, *prompts[1:3]], params)
     accepted = Counter[int]()
     for output in outputs[:3]:
         for position, count in enumerate(output.metrics.speculation.num_accepted_tokens_per_pos):
             accepted[position] += count
     assert set(accepted) == {0, 1, 2} and min(accepted.values()) > 0
     drawn = 0
-    for (number, last), drafts in [*script.made.items()][::4]:
-        output, of = outputs[number - 100], [*params, *short][number - 100]
+    for (number, last), drafts in sorted(script.made.items())[::4]:
+        output, of = outputs[number - 100], params[number - 100]
         tokens = [*output.prompt_token_ids, *output.token_ids][: last + 1]
         choose = partial(defined_choice, len(output.prompt_token_ids), of, script.keys[number])
         logits = oracle.drafts(tokens, 3, choose)

@@ -45,14 +45,22 @@ def test_order(tokens: int, k: int, count: int, elsewhere: float, device: str) -
     check(expert_order(topk_ids.to(device), count), topk_ids, count)
 
 
-@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(1100, 8, 40, 0.0), (2800, 3, 150, 0.9)])
+@pytest.fixture(params=[0, module.READ_TOKENS], ids=["in blocks", "by tokens"])
+def many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pairs than are compared with all others, ordered in both ways."""
+    monkeypatch.setattr(module, "READ_TOKENS", request.param)
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize(("tokens", "k", "count", "elsewhere"), [(1100, 8, 40, 0.0), (2800, 3, 70, 0.9)])
 def test_order_of_many(tokens: int, k: int, count: int, elsewhere: float, device: str) -> None:
-    """More pairs than are compared with all others; several blocks, the last of them not full."""
+    """Several blocks, the last of them not full."""
     topk_ids = random_ids(tokens, k, count, elsewhere)
     assert topk_ids.numel() > module.COMPARED_PAIRS and topk_ids.numel() % module.BLOCK_PAIRS
     check(expert_order(topk_ids.to(device), count), topk_ids, count)
 
 
+@pytest.mark.usefixtures("many")
 @pytest.mark.parametrize("same", [0, 39, -1])
 def test_order_of_many_that_are_alike(same: int, device: str) -> None:
     """All pairs of an expert: the rows of one block come after those of the block before."""
@@ -60,14 +68,22 @@ def test_order_of_many_that_are_alike(same: int, device: str) -> None:
     check(expert_order(topk_ids.to(device), 40), topk_ids, 40)
 
 
-@pytest.mark.parametrize("tokens", [12, 2800], ids=["compared", "in blocks"])
-def test_a_column_of_a_wider_matrix(tokens: int, device: str) -> None:
-    """The dispatch passes a slice of the words that it received, and they name the experts of all ranks."""
+def check_columns(tokens: int, device: str) -> None:
     topk_ids = random_ids(tokens, 6, 5, 0.2)
     check(expert_order(topk_ids.to(device)[:, 2:5], 5), topk_ids[:, 2:5], 5)
     topk_ids = random_ids(tokens, 6, 40, 0.2)
     local = [[e - 10 if 10 <= e < 26 else -1 for e in row] for row in topk_ids[:, 1:5].tolist()]
     check(expert_order(topk_ids.to(device)[:, 1:5], 16, first=10), torch.tensor(local, dtype=torch.int32), 16)
+
+
+def test_a_column_of_a_wider_matrix(device: str) -> None:
+    """The dispatch passes a slice of the words that it received, and they name the experts of all ranks."""
+    check_columns(12, device)
+
+
+@pytest.mark.usefixtures("many")
+def test_a_column_of_a_wider_matrix_with_many_pairs(device: str) -> None:
+    check_columns(2800, device)
 
 
 @pytest.mark.parametrize("elsewhere", [0.0, 0.6, 1.0])

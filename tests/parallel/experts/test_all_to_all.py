@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsa_engine.kernels.moe.combine import combine
-from dsa_engine.parallel.experts.all_to_all import AllToAll, SendPlan, in_rounds, rounds_needed
+from dsa_engine.kernels.moe.token_ranks import token_ranks
+from dsa_engine.parallel.experts.all_to_all import AllToAll, in_rounds, rounds_needed
 from dsa_engine.parallel.experts.dispatch import Routed, StepSizes
 from dsa_engine.parallel.experts.placement import ExpertParallel, ExpertPlacement, contiguous
 from dsa_engine.parallel.group import Group
@@ -33,7 +34,7 @@ def test_no_rank_serves_more_than_the_bound(
 ) -> None:
     """All ranks of a world, each with its own tokens."""
     by_rank = [random_ids(tokens, k, size, hot, seed + rank) for rank in range(size)]
-    plans = [SendPlan.of(experts, torch.arange(size, dtype=torch.int32), size) for experts in by_rank]
+    plans = [token_ranks(experts, torch.arange(size, dtype=torch.int32), size) for experts in by_rank]
     local_pairs = sum(one.counts[:, 1] for one in plans)
     for rank in range(size):
         assert local_pairs[rank] == sum(int((experts == rank).sum()) for experts in by_rank)

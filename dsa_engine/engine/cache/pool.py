@@ -345,10 +345,10 @@ class PagePool:
         come back on that rank."""
         pages = self._index.page[self._number, numbers]
         cached = np.where(self._stamps[pages] >= 0, pages, -1)
-        places = np.where(pages < 0, self.host.slots_of(numbers), cached)  # that need a page of their rank
+        taken = np.where(pages < 0, self.host.slots_of(numbers), cached)  # each takes a page of its rank
         count = len(numbers)
         for rank in range(self._size if count else 0):
-            its = ((places >= 0) & (places % self._size == rank)).nonzero()[0]
+            its = ((taken >= 0) & (taken % self._size == rank)).nonzero()[0]
             if len(its) > (room := self._free_of(rank)):
                 count = min(count, int(its[room]))
         return count

@@ -135,7 +135,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"], result["bits"] = drafts, rows
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
-    result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
+    result["fetched"], result["in_host"] = sum(fetched), int((ledger.index.slot >= 0).sum())
     result["read"] = engine.cache_steps.loads.pages_read if engine.cache_steps.loads else 0
     result["moved_bytes"] = engine.rebalancing.moved_bytes if engine.rebalancing else 0
     result["page_bytes"], result["latent_bytes"] = engine.cache.page_bytes, engine.cache.latent[0].nbytes

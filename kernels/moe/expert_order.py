@@ -144,9 +144,9 @@ def token_order_kernel(
             here = _numbers_of(keys, begin, BITS)
             here = tl.minimum(here, 1) if ONCE else here
             of_key, of_earlier = tl.sum(total, axis=0), tl.sum(before, axis=0)
-            ends = start + tl.cumsum(of_key, axis=0)
-            tl.store(row_ends + begin + number, ends, mask=(begin + number < count) & (own == 0))
-            rows = (ends - of_key + of_earlier)[None, :] + tl.cumsum(here, axis=0) - here
+            upto = start + tl.cumsum(of_key, axis=0)
+            tl.store(row_ends + begin + number, upto, mask=(begin + number < count) & (own == 0))
+            rows = (upto - of_key + of_earlier)[None, :] + tl.cumsum(here, axis=0) - here
             key = keys - begin
             there = (key >= 0) & (key < FIELDS)
             row += tl.where(there, tl.gather(rows, tl.where(there, key, 0), axis=1), 0)

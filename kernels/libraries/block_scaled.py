@@ -41,7 +41,7 @@ def by_deep_gemm(
 ) -> torch.Tensor:
     """DeepGEMM's product, which lays out scales as it needs them."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
-    import_module("deep_gemm").fp8_gemm_nt((x, x_scale), (weight, weight_scale), out)
+    import_module("deep_gemm").fp8_gemm_nt((x, x_scale.contiguous()), (weight, weight_scale), out)
     return out
 
 

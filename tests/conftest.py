@@ -5,6 +5,7 @@ Test files cannot import each other. Helpers are in ``support/``, and fixtures p
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -67,6 +68,18 @@ def group_of(nodeid: str) -> str:
     ``distributed``, so that one world at a time competes for cores and ports. ``xdist_group`` marks do not work: xdist
     3.8 puts them into ``_nodeid``, which pytest 9.2 no longer reads."""
     return FIRST[0] if nodeid.startswith(FIRST[0]) else nodeid.split("::")[0]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Python's collector passes by what importing and collecting have made: half a million objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)  # a hook of xdist

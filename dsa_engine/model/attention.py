@@ -15,7 +15,7 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
-from dsa_engine.weights.formats.base import Quantized
+from dsa_engine.weights.formats.base import Quantized, words_of
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -82,20 +82,21 @@ class Attention(Weighted):
         self.w_uk, self.w_uv = split_matrices(up, nope, fixed=self.config.batch_invariant)
 
     def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, topk_slots: torch.Tensor | None,
+        quantized: Quantized | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
-        layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``."""
+        layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``;
+        ``quantized``: x too, if :meth:`.Linear.memory_for` of q_a had some."""
         layer, buffers, shards = self.layer, batch.buffers, batch.shards
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
-        with stage("MLA prolog"):
-            quantized = self.q_a.quantize_for_several(x)
         stored = (self._store_cache_rows if batch.gathers is None else self._gather_cache_rows)(
             x, quantized, batch, cache
         )
         with stage("MLA prolog"):
-            q_resid = rms_norm(self.q_a.of_quantized(x, quantized), self.q_a_norm, LATENT_NORM_EPS)
-            quantized_resid = self.q_b.quantize_for_several(q_resid)
+            q_a, quantized_resid = self.q_a.of_quantized(x, quantized), self.q_b.memory_for(x)
+            q_resid = rms_norm(q_a, self.q_a_norm, LATENT_NORM_EPS, *(quantized_resid or ()))
+            del q_a
         indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
         with stage("MLA prolog"):
             q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
@@ -147,7 +148,7 @@ class Attention(Weighted):
 
         # Stages are timed on the main stream: they see only the start of side work and the wait for it.
         with stage("indexer prolog"):
-            return self.streams.index_queries.run(queries, x, q_resid, *_parts(quantized))
+            return self.streams.index_queries.run(queries, x, q_resid, *words_of(quantized))
 
     def _select(
         self,
@@ -208,7 +209,7 @@ class Attention(Weighted):
         side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
         latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            given, held = (x, quantized, batch), (x, *_parts(quantized))
+            given, held = (x, quantized, batch), (x, *words_of(quantized))
             waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
@@ -361,7 +362,3 @@ class Attention(Weighted):
             k[some, :, nope:] = k_rope
             per_head_matmul(for_heads, w_uv.transpose(1, 2), v[some])
         return k, v
-
-
-def _parts(quantized: Quantized | None) -> Sequence[torch.Tensor]:
-    return () if quantized is None else (quantized.codes, quantized.scales)

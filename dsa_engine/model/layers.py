@@ -12,6 +12,7 @@ from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.model.runtime import Runtime
 from dsa_engine.weights import Source
 from dsa_engine.weights.formats import GroupedExperts, Linear, Matrix, Weights
+from dsa_engine.weights.formats.base import Quantized
 
 
 class Weighted(nn.Module):
@@ -120,5 +121,8 @@ class MLP(Weighted):
         )
         self.down = self.linear(f"{prefix}.down_proj.weight", hidden, intermediate)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_mul(self.gate_up(x)))
+    def forward(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
+        """``quantized``: of x, if :meth:`.Linear.memory_for` of ``gate_up`` had some."""
+        gate_up = self.gate_up.of_quantized(x, quantized)
+        gated = self.down.memory_for(gate_up)
+        return self.down.of_quantized(silu_mul(gate_up, *(gated or ())), gated)

@@ -34,6 +34,7 @@ from dsa_engine.parallel.tensor_parallel import (
     vocab_shard,
 )
 from dsa_engine.weights import Source
+from dsa_engine.weights.formats.base import Quantized
 
 Run = TypeVar("Run", bound=Callable[..., Any])
 
@@ -108,29 +109,33 @@ class DecoderLayer(Weighted):
         *delta, residual, topk_slots, cache, _, _ = inputs
         inputs.clear()
         with stage("MLA prolog"):
+            quantized = self.attention.q_a.memory_for(delta[0])
             if residual is None:
                 residual = delta.pop()
-                normed = rms_norm(residual, self.input_norm, self.eps)
+                normed = rms_norm(residual, self.input_norm, self.eps, *(quantized or ()))
             else:
-                normed, residual = add_delta(delta, residual, self.input_norm, self.eps)
-        attended, topk_slots = self.attention(normed, batch, cache, topk_slots)
+                normed, residual = add_delta(delta, residual, self.input_norm, self.eps, quantized)
+        attended, topk_slots = self.attention(normed, batch, cache, topk_slots, quantized)
+        feed_forward = self.mlp if self.moe is None else self.moe.shared
+        assert feed_forward is not None
         with stage("MLA epilog"):
-            normed, residual = add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+            quantized = feed_forward.gate_up.memory_for(attended)
+            normed, residual = add_delta([attended], residual, self.post_attention_norm, self.eps, quantized)
         del attended
         if self.moe is not None:
-            return [residual, topk_slots, *self.moe.begin(normed, batch)]
-        assert self.mlp is not None
+            return [residual, topk_slots, *self.moe.begin(normed, quantized, batch)]
         with stage("dense MLP"):
-            return [residual, topk_slots, self.mlp(normed)]
+            return [residual, topk_slots, feed_forward(normed, quantized)]
 
 
 def add_delta(
-    delta: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of ``residual`` plus ``delta``, and the sum itself. Empties ``delta``."""
+    delta: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float,
+    quantized: Quantized | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The norm of ``residual`` plus ``delta``, which fills ``quantized``, and the sum itself. Empties ``delta``."""
     first, *second = delta
     delta.clear()
-    return add_rms_norm(first, residual, weight, eps, *second)
+    return add_rms_norm(first, residual, weight, eps, second[0] if second else None, *(quantized or ()))
 
 
 class MTPModule(Weighted):

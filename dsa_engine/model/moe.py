@@ -26,6 +26,7 @@ from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.experts.counts import count_topk_ids
 from dsa_engine.parallel.experts.dispatch import CountedDispatcher, Dispatch, Routed, StepSizes
+from dsa_engine.weights.formats.base import Quantized, words_of
 
 
 class Router(Weighted):
@@ -79,15 +80,15 @@ class MoE(Weighted):
         self.max_pairs = runtime.max_tokens * config.num_experts_per_tok if chunk is None else chunk
         self.shared = MLP(f"{prefix}.shared_experts", hidden, config.n_shared_experts * intermediate, runtime)
 
-    def begin(self, x: torch.Tensor, batch: ForwardBatch) -> Results:
-        """Starts the tokens ``x [T, hidden]`` on their way, or tells their counts; then the shared expert, so that they
-        do not wait for it. Returns what :meth:`forward` needs."""
+    def begin(self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch) -> Results:
+        """Starts the tokens ``x [T, hidden]``, or as they are ``quantized``, on their way, or tells their counts; then
+        the shared expert, so that they do not wait for it. Returns what :meth:`forward` needs."""
         with stage("MoE gate"):
             topk_ids, topk_weights = self.router(x, batch.token_mask)
         with stage("MoE dispatch"):
-            dispatch = self._start(x, topk_ids, topk_weights, batch)
+            dispatch = self._start(x, quantized, topk_ids, topk_weights, batch)
         with stage("MoE shared"):
-            shared = self.streams.shared_expert.run(partial(self.shared, x), x)
+            shared = self.streams.shared_expert.run(partial(self.shared, x, quantized), x, *words_of(quantized))
         return [dispatch, shared, *((topk_ids, topk_weights) if self.config.batch_invariant else ())]
 
     def forward(self, begun: Results, batch: ForwardBatch) -> Pass[list[torch.Tensor]]:
@@ -119,12 +120,14 @@ class MoE(Weighted):
             return [sums, shared()]
 
     def _start(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, batch: ForwardBatch
-    ) -> Dispatch:
+        self, x: torch.Tensor, quantized: Quantized | None, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> Dispatch:  # fmt: skip
         dispatcher, product, copies = self.dispatchers[batch.decodes], self.experts.product, 1
         tokens, to_words = x, product.to_words
         if to_words is not None and dispatcher.takes_words(product.blockwise):
-            tokens = to_words(x)
+            fits = quantized is not None and product.blockwise and quantized.power_of_two == product.power_of_two
+            tokens = quantized.words if quantized is not None and fits else to_words(x)
         if self.config.batch_invariant:
             copies = topk_ids.shape[1]
             tokens, topk_ids = tokens.repeat_interleave(copies, dim=0), topk_ids.view(-1, 1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 
 from dsa_engine.kernels.formats.e4m3 import SMALLEST_AMAX, quantize_tile
@@ -31,6 +32,7 @@ E4M3_MAX = torch.finfo(FP8).max  # 448
 _TILE, _WARPS = 4096, 4
 
 BLOCK = 128  # tokens as words
+_BLOCK = tl.constexpr(BLOCK)
 
 
 def scales_of(largest: torch.Tensor, power_of_two: bool) -> torch.Tensor:
@@ -76,6 +78,19 @@ def quantize_rows_kernel(
     code, scale = quantize_tile(values.to(tl.float32), POWER_OF_TWO, CONVERTS)
     tl.store(codes + row * code_stride + column, code, mask=inside)
     tl.store(scales + row * scale_stride + block % per_row, scale, mask=known)
+
+
+@triton.jit
+def store_codes(
+    values, codes, scales, first, width, COUNT: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr
+):
+    """Quantises ``values [COUNT]``, float32, 1 × 128, for a kernel that has just made them: they are those from column
+    ``first`` on of a row of ``width``, where ``codes`` and ``scales`` begin; zeros beyond it."""
+    block = tl.arange(0, COUNT // _BLOCK)[:, None]
+    column = first + block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    code, scale = quantize_tile(tl.reshape(values, (COUNT // _BLOCK, _BLOCK)), POWER_OF_TWO, CONVERTS)
+    tl.store(codes + column, code, mask=column < width)
+    tl.store(scales + first // _BLOCK + block, scale, mask=first + block * _BLOCK < width)
 
 
 def _numbers(given: dict[str, Any], result: tuple[torch.Tensor, torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -145,9 +160,32 @@ def quantize_tokens(tokens: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     ``[T, quantized_words(hidden)]``, so that they travel as one row."""
     count, hidden = tokens.shape
     words = torch.empty(count, hidden // 4 + cdiv(hidden, BLOCK), dtype=torch.int32, device=tokens.device)
-    codes, scales = codes_and_scales(words, hidden)
-    quantize_rows(tokens, BLOCK, power_of_two, codes=codes, scales=scales)
+    fill_words(tokens, words, power_of_two)
     return words
+
+
+def fill_words(tokens: torch.Tensor, words: torch.Tensor | None, power_of_two: bool) -> None:
+    """:func:`quantize_tokens` into ``words``, if there are any."""
+    if words is not None:
+        codes, scales = codes_and_scales(words, tokens.shape[1])
+        quantize_rows(tokens, BLOCK, power_of_two, codes=codes, scales=scales)
+
+
+def words_for_kernel(words: torch.Tensor | None, hidden: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """What a kernel with :func:`store_codes` takes of ``words``: codes as bytes, scales, words of a row."""
+    if words is None:
+        return None, None, 0
+    codes, scales = codes_and_scales(words, hidden)
+    return codes.view(torch.uint8), scales, words.shape[1]
+
+
+def numbers_beside(given: dict[str, Any], result: Any) -> list[torch.Tensor] | None:
+    """What is compared of an operation that also fills ``words`` with its (first) result."""
+    if given.get("words") is None or result is None:
+        return None
+    results = [*result] if isinstance(result, tuple) else [result]
+    made = codes_and_scales(given["words"], results[0].shape[1])
+    return [*results, *(_numbers({"block": BLOCK}, made) or ())]
 
 
 def codes_and_scales(words: torch.Tensor, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:

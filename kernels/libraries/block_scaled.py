@@ -39,7 +39,8 @@ def by_torch(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weigh
 def by_deep_gemm(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> torch.Tensor:
-    """DeepGEMM's product, which lays out scales as it needs them."""
+    """DeepGEMM's product, which lays out scales as it needs them; those that it packs must lie side by side."""
+    x_scale = x_scale.contiguous() if packs_scales(x) else x_scale
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
     import_module("deep_gemm").fp8_gemm_nt((x, x_scale), (weight, weight_scale), out)
     return out

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.formats.quantize import quantize_rows, quantized_words
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import (
     BLOCK,
     block_products,
@@ -52,9 +52,9 @@ FEW_ROWS = 64
 QUANTISED_ROWS = 16
 
 
-@kernel
+@kernel(do_not_specialize=["scale_stride"])
 def block_scaled_matmul_kernel(
-    x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, part_stride,
+    x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, scale_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def block_scaled_matmul_kernel(
     depth = begin * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     x_scale_at = None
     if x_scale is not None:
-        x_scale_at = x_scale + far_row * blocks + begin
+        x_scale_at = x_scale + far_row * scale_stride + begin
     total = block_products(
         x + far_row[:, None] * x_stride + depth, x_scale_at, inside,
         weight + weight_row[:, None] * inner + depth, weight_scale + start // _BLOCK * blocks + begin,
@@ -171,8 +171,8 @@ def block_scaled_matmul_triton(
     if parts is not None and finished is None:
         finished = no_program_finished(x)
     block_scaled_matmul_kernel[grid](
-        x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0), rows * width,
-        POWER_OF_TWO=power_of_two, **constants,
+        x, x_scale, weight, weight_scale, out, parts, finished, rows, width, inner, x.stride(0),
+        0 if x_scale is None else x_scale.stride(0), rows * width, POWER_OF_TWO=power_of_two, **constants,
     )  # fmt: skip
     return out
 
@@ -197,13 +197,14 @@ def _quantises_itself(rows: torch.Tensor) -> bool:
     return rows.shape[0] <= QUANTISED_ROWS and not is_batch_invariant()
 
 
-def quantize_for_several(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Codes and scales of the rows of ``x``, for several calls of :func:`block_scaled_linear`; None where each
-    quantises them itself."""
-    rows = x.reshape(-1, x.shape[-1])
-    if not runs_triton(x) or _quantises_itself(rows):
+def words_for(rows: torch.Tensor, inner: int) -> torch.Tensor | None:
+    """Memory for as many rows of ``inner`` numbers as :func:`.quantize.quantize_tokens` makes them, which are filled as
+    the numbers are made and whose codes and scales :func:`block_scaled_linear` takes; None where it quantises rows as
+    it multiplies, or numbers do not fill words."""
+    width = quantized_words(inner)
+    if not runs_triton(rows) or _quantises_itself(rows) or width is None:
         return None
-    return quantize_rows(rows, BLOCK, power_of_two)
+    return torch.empty(rows.shape[0], width, dtype=torch.int32, device=rows.device)
 
 
 @operation(runs=cpu.runs_kernel)
@@ -229,7 +230,7 @@ def block_scaled_linear(
         power_of_two: round the scales of ``x`` up to powers of two.
         weight_power_of_two: the scales of the weight are known to be powers of two, which some libraries need.
         finished: :func:`no_program_finished`, if it is kept between calls; else it costs a launch.
-        quantized: codes and scales of the rows of ``x``, if :func:`quantize_for_several` made them.
+        quantized: codes and scales of the rows of ``x``, if there are any; the elements of a row side by side.
 
     Returns:
         ``[..., out]`` in x's dtype, rounded once.

@@ -99,13 +99,15 @@ def _keys_of(topk_ids, table, token, tokens, count, first, stride, K: tl.constex
 
 
 @triton.jit
-def _numbers_of(keys, begin, BITS: tl.constexpr):
-    """[tokens, 32 / BITS]: how many of a token's keys are each of those from ``begin`` on, counted in one word."""
+def _numbers_of(keys, begin, BITS: tl.constexpr, ONCE: tl.constexpr):
+    """[tokens, 32 / BITS]: how many of a token's keys are each of those from ``begin`` on, counted in one word; with
+    ONCE at most one."""
     key = keys - begin
     there = (key >= 0) & (key < 32 // BITS)
     ones = tl.where(there, tl.full(key.shape, 1, tl.int32) << tl.where(there, key, 0) * BITS, 0)
     shifts = (tl.arange(0, 32 // BITS) * BITS)[None, :]
-    return (tl.sum(ones, axis=1)[:, None] >> shifts) & ((1 << BITS) - 1)
+    numbers = (tl.sum(ones, axis=1)[:, None] >> shifts) & ((1 << BITS) - 1)
+    return tl.minimum(numbers, 1) if ONCE else numbers
 
 
 @kernel(do_not_specialize=["tokens", "count", "first", "blocks", "tables", "experts"])
@@ -134,19 +136,16 @@ def token_order_kernel(
             before = tl.zeros((TOKENS, FIELDS), tl.int32)
             for at in range(0, own, TOKENS):
                 others = _keys_of(topk_ids, table, at + inside, tokens, count, first, stride, K, K_PAD)
-                here = _numbers_of(others, begin, BITS)
-                before += tl.minimum(here, 1) if ONCE else here
+                before += _numbers_of(others, begin, BITS, ONCE)
             total = before
             for at in range(own, tokens, TOKENS):
                 others = _keys_of(topk_ids, table, at + inside, tokens, count, first, stride, K, K_PAD)
-                here = _numbers_of(others, begin, BITS)
-                total += tl.minimum(here, 1) if ONCE else here
-            here = _numbers_of(keys, begin, BITS)
-            here = tl.minimum(here, 1) if ONCE else here
+                total += _numbers_of(others, begin, BITS, ONCE)
+            here = _numbers_of(keys, begin, BITS, ONCE)
             of_key, of_earlier = tl.sum(total, axis=0), tl.sum(before, axis=0)
-            ends = start + tl.cumsum(of_key, axis=0)
-            tl.store(row_ends + begin + number, ends, mask=(begin + number < count) & (own == 0))
-            rows = (ends - of_key + of_earlier)[None, :] + tl.cumsum(here, axis=0) - here
+            upto = start + tl.cumsum(of_key, axis=0)
+            tl.store(row_ends + begin + number, upto, mask=(begin + number < count) & (own == 0))
+            rows = (upto - of_key + of_earlier)[None, :] + tl.cumsum(here, axis=0) - here
             key = keys - begin
             there = (key >= 0) & (key < FIELDS)
             row += tl.where(there, tl.gather(rows, tl.where(there, key, 0), axis=1), 0)
@@ -167,7 +166,7 @@ def token_order_kernel(
         goes, pairs = tl.zeros((TOKENS, FIELDS), tl.int32), tl.zeros((TOKENS, FIELDS), tl.int32)
         for at in range(0, tokens, TOKENS):
             others = _keys_of(topk_ids, table + which * experts, at + inside, tokens, count, first, stride, K, K_PAD)
-            here = _numbers_of(others, begin, BITS)
+            here = _numbers_of(others, begin, BITS, False)
             goes += tl.minimum(here, 1)
             pairs += here
         into = counts + ((begin + number) * tables + which) * 2

@@ -2,6 +2,8 @@
 
 y = weight * x / sqrt(mean(x²) + eps)        statistics in float32 over the last dimension
 
+Where FP8 products take y it is quantised in the same pass, to the bits of `formats/quantize.py`.
+
 Bits of a row: they depend on that row alone.
 """
 
@@ -11,10 +13,11 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
+from dsa_engine.kernels.formats.quantize import BLOCK, fill_words, numbers_beside, store_codes, words_for_kernel
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -24,10 +27,11 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @kernel
 def rms_norm_kernel(
-    x, also, residual, weight, normed, summed, x_stride, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x, also, residual, weight, normed, summed, codes, scales, words, x_stride, width, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """One row a program, held in registers. With ADD, ``x + also + residual`` is stored and then normalised; there may
-    be no ``also``."""
+    be no ``also``, and no ``codes`` and ``scales``, whose rows are of so many ``words``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -41,7 +45,11 @@ def rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(full * full) / width + eps)
     # Rounded before the weight as well, as the model's definition does.
     result = tl.load(weight + columns, mask=inside, other=0.0) * (full * scale).to(values.dtype)
-    tl.store(normed + row * width + columns, result.to(normed.dtype.element_ty), mask=inside)
+    rounded = result.to(normed.dtype.element_ty)
+    tl.store(normed + row * width + columns, rounded, mask=inside)
+    if codes is not None:
+        at, scale_at = codes + row * words * 4, scales + row * words
+        store_codes(rounded.to(tl.float32), at, scale_at, 0, width, BLOCK, POWER_OF_TWO, CONVERTS)
 
 
 def run_rms_norm(
@@ -49,7 +57,9 @@ def run_rms_norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
-    also: torch.Tensor | None = None,
+    also: torch.Tensor | None,
+    words: torch.Tensor | None,
+    power_of_two: bool,
     *,
     native: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,24 +74,33 @@ def run_rms_norm(
             weight.data_ptr(), normed.data_ptr(), summed.data_ptr(), cpu.TYPES[x.dtype], rows, width, x.stride(0), eps,
             cpu.row_threads(rows * width),
         )  # fmt: skip
+        fill_words(normed, words, power_of_two)
     elif rows:
-        block = next_power_of_2(width)
+        block = max(next_power_of_2(width), 1 if words is None else BLOCK)
         # 8 elements, one 16-byte load, a thread at least, and at most 16 warps: 7168 columns take 16 a thread.
         warps = min(16, max(1, block // 256))
         rms_norm_kernel[(rows,)](
-            x, also, residual, weight, normed, summed, x.stride(0), width, eps,
-            ADD=residual is not None, BLOCK=block, num_warps=warps,
+            x, also, residual, weight, normed, summed, *words_for_kernel(words, width), x.stride(0), width, eps,
+            ADD=residual is not None, BLOCK=block, POWER_OF_TWO=power_of_two, CONVERTS=chip_of(x).converts_e4m3,
+            num_warps=warps,
         )  # fmt: skip
     return normed, summed
 
 
-@operation(runs=cpu.runs_kernel)
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``."""
+@operation(runs=cpu.runs_kernel, writes=("words",), decoded=numbers_beside)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, words: torch.Tensor | None = None, power_of_two: bool = False
+) -> torch.Tensor:
+    """Normalises ``x [..., width]`` and scales it by ``weight [width]``; the result has the dtype of ``x``.
+
+    ``words``: filled with what :func:`.quantize.quantize_tokens` makes of the result, a matrix; contiguous.
+    """
     if x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x has width {x.shape[-1]}, the weight has {weight.shape[0]}")
     native = cpu.serves(x, weight)
     if not native and not runs_triton(x):
-        return rms_norm_reference(x, weight, eps)
+        normed = rms_norm_reference(x, weight, eps)
+        fill_words(normed, words, power_of_two)
+        return normed
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-    return run_rms_norm(rows, None, weight.contiguous(), eps, native=native)[0].view(x.shape)
+    return run_rms_norm(rows, None, weight.contiguous(), eps, None, words, power_of_two, native=native)[0].view(x.shape)

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
+from dsa_engine.kernels.formats.quantize import BLOCK as CODED
+from dsa_engine.kernels.formats.quantize import fill_words, numbers_beside, store_codes, words_for_kernel
 from dsa_engine.kernels.runtime import cpu
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import chip_of, runs_triton
 from dsa_engine.kernels.runtime.operation import operation
 
 
@@ -28,23 +30,32 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @kernel
-def silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate_up, out, codes, scales, words, stride, width,
+    BLOCK: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    rounded = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
+    tl.store(out + row * width + columns, rounded, mask=inside)
+    if codes is not None:
+        at, scale_at, first = codes + row * words * 4, scales + row * words, tl.program_id(1) * BLOCK
+        store_codes(rounded.to(tl.float32), at, scale_at, first, width, BLOCK, POWER_OF_TWO, CONVERTS)
 
 
-@operation(runs=cpu.runs_kernel)
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``[..., 2·width]`` (gate, then up) to ``[..., width]``."""
+@operation(runs=cpu.runs_kernel, writes=("words",), decoded=numbers_beside)
+def silu_mul(gate_up: torch.Tensor, words: torch.Tensor | None = None, power_of_two: bool = False) -> torch.Tensor:
+    """``[..., 2·width]`` (gate, then up) to ``[..., width]``; ``words``: as of :func:`.rms_norm.rms_norm`."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up must have an even width, not {gate_up.shape[-1]}")
     native = cpu.serves(gate_up)
     if not native and not runs_triton(gate_up):
-        return silu_mul_reference(gate_up)
+        made = silu_mul_reference(gate_up)
+        fill_words(made, words, power_of_two)
+        return made
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(gate_up.shape[:-1].numel(), 2 * width)
     if rows.stride(1) != 1:
@@ -55,11 +66,13 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
         cpu.kernels().dsa_silu_mul(
             rows.data_ptr(), out.data_ptr(), cpu.TYPES[out.dtype], *out.shape, rows.stride(0), threads
         )
+        fill_words(out, words, power_of_two)
     elif out.numel():
         # 8 elements, 16 bytes of each half, a thread.
-        block = min(1024, next_power_of_2(width))
+        block = max(min(1024, next_power_of_2(width)), 1 if words is None else CODED)
         warps = max(1, block // 256)
         silu_mul_kernel[(rows.shape[0], cdiv(width, block))](
-            rows, out, rows.stride(0), width, BLOCK=block, num_warps=warps
-        )
+            rows, out, *words_for_kernel(words, width), rows.stride(0), width, BLOCK=block,
+            POWER_OF_TWO=power_of_two, CONVERTS=chip_of(rows).converts_e4m3, num_warps=warps,
+        )  # fmt: skip
     return out.view(*gate_up.shape[:-1], width)

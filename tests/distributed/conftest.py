@@ -66,7 +66,8 @@ def launch_with(launcher: list[str], script: str, *arguments: object, timeout: f
 
 @pytest.fixture(scope="session")
 def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """``fork_ranks(ranks, script, *arguments, timeout=300, stdin=None)``: the finished ranks, with their output.
+    """``fork_ranks(ranks, script, *arguments, timeout=300, stdin=None)``: the finished ranks, with their output, and
+    ``codes``, the status of each. ``store``: port of a store that outlives them; default: rank 0 has it.
 
     They are forks of a process that has imported PyTorch, as starting Python takes seconds.
     """
@@ -79,12 +80,18 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
         assert server.stdout.readline() == "ready\n"
 
         def launch(
-            ranks: int, script: str, *arguments: object, timeout: float = 300, stdin: str | None = None
+            ranks: int,
+            script: str,
+            *arguments: object,
+            timeout: float = 300,
+            stdin: str | None = None,
+            store: int | None = None,
         ) -> subprocess.CompletedProcess[str]:
             number = next(numbers)
             files = {name: folder / f"{number}.{name}" for name in ("stdin", "out", "err")}
             files["stdin"].write_text(stdin or "")
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store or free_port())}
+            where |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} if store else {}
             described = {
                 "ranks": ranks,
                 "script": str(PROGRAMS / script),
@@ -101,7 +108,9 @@ def fork_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
                     os.killpg(server.pid, number)
                     time.sleep(2)  # in which an agent ends its ranks
                 pytest.fail(f"still running after {timeout} s\n{out}\n{err}")
-            return subprocess.CompletedProcess(command, max(map(abs, codes)), out, err)
+            done = subprocess.CompletedProcess(command, max(map(abs, codes)), out, err)
+            done.codes = codes
+            return done
 
         yield launch
         server.stdin.close()

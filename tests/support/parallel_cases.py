@@ -46,7 +46,7 @@ def whole(model: str, cp: int, tp: int, dispatch: str, every_length: bool = Fals
 
 
 def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
-    """Spot checks, each of one option, on context-parallel groups of ``cp`` ranks."""
+    """Spot checks, each of one option that divides a step otherwise, on context-parallel groups of ``cp`` ranks."""
     config = parallel(cp, tp)
     return [
         case(
@@ -58,12 +58,19 @@ def others(world: int, cp: int, tp: int) -> list[dict[str, Any]]:
             ragged=RAGGED,
         ),
         case("experts in rounds", "v32", parallel=config | {"moe_chunk_size": 40}, lengths=[301], ragged=RAGGED),
+        case("cp1", "v32", parallel=parallel(1, world), lengths=[1, 150], ragged=RAGGED),
+    ]
+
+
+def of_two_ranks() -> list[dict[str, Any]]:
+    """Spot checks of options that know no number of ranks; test_batch_invariant draws them on up to four."""
+    config = parallel(2, 1)
+    return [
         case("few sequences at once", "v32", parallel=config, options={"max_num_seqs": 4}, ragged=RAGGED),
         case("small pages", "glm", parallel=config, options={"page_size": 16}, lengths=[17, 333], ragged=RAGGED),
         case("sampled", "v32", parallel=config, ragged=RAGGED, params=SAMPLED),
         case("selection", "glm", parallel=config, options=DBO, ragged=RAGGED, params=GREEDY | {"selection": 3}),
         case("dummy", "v32", parallel=config, options={"load_format": "dummy", "seed": 7}, lengths=[7, 150]),
-        case("cp1", "v32", parallel=parallel(1, world), lengths=[1, 150], ragged=RAGGED),
     ]
 
 
@@ -132,8 +139,9 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *(whole("v32", 2, tp, dispatch, tp == 1) for tp in (1, 2) for dispatch in DISPATCHES),
         whole("glm", 2, 2, "all_gather"),
         whole("v3", 2, 1, "all_to_all"),
-        *(fp8_caches(2, dispatch) for dispatch in DISPATCHES),
+        fp8_caches(2, "all_to_all"),
         *others(2, cp=2, tp=1),
+        *of_two_ranks(),
         *(micro_batches("v32", 2, dispatch) for dispatch in DISPATCHES),
         micro_batches("v32", 2, "all_gather", padded=True),
         micro_batches("v32", 2, "all_to_all", waiting=True),
@@ -157,7 +165,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         whole("v32", 2, 1, "all_to_all"),  # two context-parallel groups
         whole("v32", 2, 4, "all_gather"),  # tensor-parallel groups across them
         whole("v3", 4, 2, "all_gather"),
-        *(fp8_caches(4, dispatch) for dispatch in DISPATCHES),
+        fp8_caches(4, "all_gather"),
         *others(4, cp=2, tp=4),
         stored(4, 1, "all_gather"),
         stored(2, 4, "all_to_all"),

@@ -8,7 +8,8 @@ Each time is a range: from the fastest kernels that are known, measured alone or
 as measured on one H100 (benchmarks/results/h100), with a tenth more for what one device does not show.
 
 The host's time was measured without a model (`scripts/measure_host.py`). A decode step in a CUDA graph is launched
-before the step before it is read, so it takes the longer of host and device. A prefill step is not: it takes the sum.
+before the step before it is read, so it takes the longer of host and device. A prefill step is not: first the host
+plans it, and then it takes the longer of the host's launches and the device.
 
 With one micro-batch a step waits for its exchanges. With two, the computation hides what is no longer than itself, and
 is slowed down by the multiprocessors that the exchange holds; weights are read twice.
@@ -37,6 +38,7 @@ LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
 # The same, without collectives, of what ranks that hold contexts together do more in decode: with up to 40 rows of
 # theirs, and 9 in a layer with more, counted on the fake device (tests/engine/test_context_counts.py).
 CONTEXT_LAUNCHES = 11, 19
+PREFILL_LAUNCHES = 43  # of a layer and a micro-batch, see tests/engine/steps/test_prefill_cost.py
 # Bytes a second of a device and its host, of the 64 of PCIe 5.0 x16. The part of a selection that is in no hot row, by
 # hot rows in selections: the demo model's (benchmarks/results/hot_rows.json). Drafts share the selection.
 PCIE = 50e9
@@ -44,7 +46,7 @@ MISSES = {1: 0.358, 1.5: 0.327, 2: 0.307, 3: 0.273, 4: 0.255, 8: 0.230, 16: 0.20
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
 HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
-HOST_PREFILL = (0.0, 0.369e-6)
+HOST_PREFILL = (3.59e-3, 0.0274e-6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +56,7 @@ class Kernels:
     parts: dict[str, tuple[float, float]]  # of the peak of products in prefill and in decode; other stages: PRODUCT
     weights: float  # part of the bandwidth with which products of few rows read weights
     launch: float  # seconds from one kernel's end to the next one's begin in a CUDA graph; a small kernel's least time
+    eager: float  # seconds of the host for a launch outside of graphs
     selection: float  # seconds of top-k in a layer of a decode step
     collective: float  # part of the multiprocessors that a running collective holds
     slack: float = 1.0  # factor of every time
@@ -61,6 +64,9 @@ class Kernels:
 
 # On the H100: DeepGEMM's products alone at 65%, its logits at 53%, FlashMLA 584 TFLOP/s. Published:
 # DeepGEMM's grouped products, 1,200. 20 of 132 multiprocessors are DeepSeek-V3's. The others are assumed.
+# 8,192 tokens in four layers, where the device waits for the host, took 24.9 ms on an H200 (2ac63e51), 574 launches as
+# counted: 43 us each. By a trace on an H100, 18 of them lie in PyTorch's and CUDA's calls, 25 in Python between them;
+# since, 0.3 times as many functions are called for a launch.
 BEST = Kernels(
     {
         "projections": (0.6, 0.6),
@@ -68,7 +74,7 @@ BEST = Kernels(
         "sparse flash attention": (0.59, 0.41),
         "MoE experts": (0.6, 0.5),
     },
-    weights=0.8, launch=2e-6, selection=20e-6, collective=20 / 132,
+    weights=0.8, launch=2e-6, eager=18e-6, selection=20e-6, collective=20 / 132,
 )  # fmt: skip
 # Measured on the H100, attention in prefill (Gluon) on an H200, but for the multiprocessors that NCCL takes.
 # "projections" have all that is around the products.
@@ -79,7 +85,7 @@ OWN = Kernels(
         "sparse flash attention": (0.49, 0.27),
         "MoE experts": (0.30, 0.5),
     },
-    weights=0.55, launch=3e-6, selection=25e-6, collective=48 / 132, slack=1.1,
+    weights=0.55, launch=3e-6, eager=26e-6, selection=25e-6, collective=48 / 132, slack=1.1,
 )  # fmt: skip
 
 
@@ -93,7 +99,7 @@ class Predicted:
     seconds: float  # of the prompt, or of a token of a request
     requests: int  # prompts or requests of all ranks of the instance
     room: float  # bytes that remain on a rank with all of them in its caches; negative if they do not fit
-    host: float  # seconds of the host; a decode step waits for what is beyond the device's
+    host: float  # seconds of the host: in decode all; in prefill those that the device waits for
     stages: dict[str, float]  # seconds, and of what they wait for
 
 
@@ -107,14 +113,17 @@ def predict_prefill(placed: Placed, tokens: int, kernels: Kernels) -> Predicted:
     def seconds(micro: int) -> dict[str, float]:
         rows = cdiv(chunk, micro)
         work = placed.costs.prefill(prefill_plans(placed.config, tokens, how.cp_size, rows), 0, groups=groups)
-        return _timed(placed, kernels, work, dispatch, rows, cdiv(own, rows), micro, decodes=False)
+        passes = cdiv(own, rows)
+        stages = _timed(placed, kernels, work, dispatch, rows, passes, micro, decodes=False)
+        launched = passes * placed.config.num_hidden_layers * PREFILL_LAUNCHES * kernels.eager
+        return stages | {"host": max(0.0, launched - sum(stages.values()))}
 
     stages, micro = _faster(seconds, how.ranks > 1)
     if gathered := placed.gather_of_contexts(tokens, chunk):  # under the layer before
         stages["context parallelism"] = _waited(gathered, stages, kernels)
-    stages["host"] = host = cdiv(own, chunk) * HOST_PREFILL[0] + tokens * HOST_PREFILL[1]
+    stages["host"] += cdiv(own, chunk) * HOST_PREFILL[0] + tokens * HOST_PREFILL[1]
     room = placed.cache_room(chunk, dispatch) - placed.prefilled(tokens)
-    return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, host, stages)
+    return Predicted(how, dispatch, micro, sum(stages.values()), groups, room, stages["host"], stages)
 
 
 def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kernels) -> Predicted:

@@ -119,10 +119,7 @@ class PageIndex:
         self._count[new] += 1
 
     def lose(self, pool: int, numbers: Ints) -> None:
-        """A pool has lost the page or the copy of each of these: the last of both, as a rule."""
-        if len(self.slot):
-            lost = (self.page[pool, numbers] < 0) & (self.slot[pool, numbers] < 0) & self.has[pool, numbers]
-            numbers = numbers[lost]
+        """A pool has none of these, which it had, any more: neither page nor copy."""
         counts = self._count[numbers] - 1
         self.has[pool][numbers], self._count[numbers] = False, counts
         for number in numbers[counts == 0].tolist():
@@ -197,15 +194,10 @@ class HostSlots:
         self._number_of = np.full(slots * size, -1, np.int32)  # number of the digest of each copy
         self._index, self._number, self._size = index, number, size
 
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        """Digests and slots, each rank's in the order of their last use."""
-        for used in self._used:
-            for slot in used.all().tolist():
-                yield self._index.digests[self._number_of[slot]], slot
-
     @property
     def free(self) -> int:
-        return sum(map(len, self._free))
+        """Slots that hold nothing, and those whose copies can be replaced."""
+        return sum(map(len, self._free)) + sum(used.count for used in self._used)
 
     def slots_of(self, numbers: Ints) -> Ints:
         """The slot of the copy of each page; -1: there is none."""
@@ -224,14 +216,15 @@ class HostSlots:
             self._used[rank].add(some)
 
     def put(self, numbers: Ints, rank: int) -> tuple[Ints, Ints]:
-        """Gives pages of a rank slots for their copies: the last ones, if there are fewer slots than pages without a
-        copy. Returns the indices of those that get one, and the slots."""
+        """Gives evicted pages of a rank slots for their copies: the last ones, if there are fewer slots than pages
+        without a copy. Returns the indices of those that get one, and the slots."""
         slots = self.slots_of(numbers)
         self.use(self.lock(slots))
         new = (slots < 0).nonzero()[0]
         slots = self.reserve(rank, len(new))
-        new = new[len(new) - len(slots) :]
+        lost, new = np.split(new, [len(new) - len(slots)])
         self._name(slots, numbers[new])
+        self._index.lose(self._number, numbers[lost])
         return new, slots
 
     def reserve(self, rank: int, count: int) -> Ints:
@@ -243,7 +236,7 @@ class HostSlots:
         oldest = used.take(min(count - len(slots), used.count))
         numbers = self._number_of[oldest].astype(np.int64)
         self._index.slot[self._number, numbers] = -1
-        self._index.lose(self._number, numbers)
+        self._index.lose(self._number, numbers[self._index.page[self._number, numbers] < 0])
         return np.concatenate((slots, oldest))
 
     def name(self, slot: int, digest: bytes | None) -> None:
@@ -303,10 +296,6 @@ class PagePool:
         self._cached = [_Cached(self._stamps) for _ in range(self._regions)]
         self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
         self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
-
-    def __contains__(self, digest: bytes) -> bool:
-        number = self._index.numbers.get(digest)
-        return number is not None and bool(self._index.has[self._number, number])
 
     @property
     def free(self) -> int:
@@ -378,7 +367,8 @@ class PagePool:
         if self._slots and region < self._size:
             copied, slots = self.host.put(numbers, region)
             self.copies.append(PageCopies(True, evicted[copied], slots))
-        self._index.lose(self._number, numbers)
+        else:  # a spilled page may have a copy in host memory, from which it came
+            self._index.lose(self._number, numbers[self.host.slots_of(numbers) < 0] if self._slots else numbers)
         return np.concatenate((pages, evicted))
 
     def fits(self, numbers: Ints, pages: int, room: int) -> bool:
@@ -395,10 +385,10 @@ class PagePool:
         come back on that rank."""
         pages = self._index.page[self._number, numbers]
         cached = np.where(self._stamps[pages] >= 0, pages, -1)
-        needed = np.where(pages < 0, self.host.slots_of(numbers), cached)  # those that take a page of their rank
+        taken = np.where(pages < 0, self.host.slots_of(numbers), cached)  # each takes a page of its rank
         count = len(numbers)
         for rank in range(self._size if count else 0):
-            its = ((needed >= 0) & (needed % self._size == rank)).nonzero()[0]
+            its = ((taken >= 0) & (taken % self._size == rank)).nonzero()[0]
             if len(its) > (room := sum(map(self._free_of, range(rank, self._regions, self._size)))):
                 count = min(count, int(its[room]))
         return count
@@ -499,7 +489,7 @@ class PagePool:
         numbers = self._digest_of[pages].astype(np.int64)
         numbers = numbers[numbers >= 0]
         self._digest_of[pages] = self._index.page[self._number, numbers] = -1
-        self._index.lose(self._number, numbers)
+        self._index.lose(self._number, numbers[self.host.slots_of(numbers) < 0] if self._slots else numbers)
 
     def release(self, pages: Ints) -> None:
         """Takes back a request's pages. The last are evicted first: pages are found from the first on."""

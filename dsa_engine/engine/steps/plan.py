@@ -311,6 +311,8 @@ class StepPlan:
 
     def of_rank(self, rank: int) -> RankPlan:
         """The plan of any rank, without the padding of a bucket."""
+        if rank == self.rank and self.bucket is None:
+            return self.own
         assert self.segments is not None, "a step made of chunks"
         return self.segments.of_rank(rank, self.chunks)
 

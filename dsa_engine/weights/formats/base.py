@@ -63,14 +63,18 @@ class Weights(ABC):
 
 
 class Quantized(NamedTuple):
-    """Rows quantised 1 × 128."""
+    """Memory for rows quantised 1 × 128, as :func:`.quantize.quantize_tokens` makes them: what makes the rows fills
+    it."""
 
+    words: torch.Tensor
     power_of_two: bool  # all scales
-    codes: torch.Tensor
-    scales: torch.Tensor
 
     def from_row(self, first: int) -> Quantized:
-        return self._replace(codes=self.codes[first:], scales=self.scales[first:])
+        return self._replace(words=self.words[first:])
+
+
+def words_of(quantized: Quantized | None) -> Sequence[torch.Tensor]:
+    return () if quantized is None else (quantized.words,)
 
 
 class Linear(Weights):
@@ -83,8 +87,9 @@ class Linear(Weights):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in] -> [..., out]``, in x's dtype."""
 
-    def quantize_for_several(self, x: torch.Tensor) -> Quantized | None:
-        """``x`` for :meth:`of_quantized` of several layers; None: nothing is gained."""
+    def memory_for(self, rows: torch.Tensor) -> Quantized | None:
+        """For what makes as many rows of the layer's input, which it and others take by :meth:`of_quantized`; None:
+        nothing is gained."""
         return None
 
     def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:

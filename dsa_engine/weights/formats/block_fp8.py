@@ -13,7 +13,7 @@ import torch
 
 from dsa_engine.config.quantization import WeightScheme
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
-from dsa_engine.kernels.formats.quantize import FP8
+from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
@@ -22,7 +22,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     multiplies_fp8,
     no_program_finished,
     packs_scales,
-    quantize_for_several,
+    words_for,
 )
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.weights import Source
@@ -84,15 +84,15 @@ class BlockFP8Linear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.of_quantized(x, None)
 
-    def quantize_for_several(self, x: torch.Tensor) -> Quantized | None:
-        made = quantize_for_several(x, self._power_of_two)
-        return None if made is None else Quantized(self._power_of_two, *made)
+    def memory_for(self, rows: torch.Tensor) -> Quantized | None:
+        words = words_for(rows, self.weight.shape[1])
+        return None if words is None else Quantized(words, self._power_of_two)
 
     def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
         how = {"power_of_two": self._power_of_two, "weight_power_of_two": self._weight_power_of_two}
         given = None
         if quantized is not None and quantized.power_of_two == self._power_of_two:
-            given = quantized.codes, quantized.scales
+            given = codes_and_scales(quantized.words, x.shape[-1])
         return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
 
     def dequantized(self) -> torch.Tensor:

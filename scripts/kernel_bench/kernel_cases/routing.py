@@ -33,8 +33,9 @@ def routing(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
         pairs, shape = tokens * TOP_K, f"{tokens} x {TOP_K}"
         route_v3 = partial(route, logits, bias, **V3)
         yield KernelCase("router", f"{tokens} tokens", route_v3, bytes=logits.nbytes + 8 * pairs)
-        order = partial(expert_order, topk_ids, EXPERTS)
-        yield KernelCase("order of pairs by expert", shape, order, bytes=3 * topk_ids.nbytes)
+        for count in (EXPERTS, EXPERTS // RANKS):
+            order = partial(expert_order, topk_ids, count)
+            yield KernelCase("order of pairs by expert", f"{shape} of {count}", order, bytes=3 * topk_ids.nbytes)
         replicas = partial(choose_replicas, topk_ids, table, 0)
         yield KernelCase("replicas of experts", shape, replicas, bytes=2 * topk_ids.nbytes)
         ranks = partial(token_ranks, topk_ids, rank_of, RANKS)

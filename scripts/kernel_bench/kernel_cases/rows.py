@@ -11,7 +11,7 @@ from dsa_engine.kernels.attention.gather_latent import gather_latent
 from dsa_engine.kernels.formats.cache_format import FP8, CacheFormat, index_key_format, latent_format
 from dsa_engine.kernels.formats.fp8 import dequantize_blocks
 from dsa_engine.kernels.formats.int8 import quantize_rows_int8
-from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.formats.quantize import quantize_rows, quantized_words
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.fetch_rows import fetch_rows
@@ -36,8 +36,11 @@ def norms(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             x, weight = make.normal(tokens, width), make.normal(width)
             yield KernelCase("RMSNorm", f"{tokens} x {width}", partial(rms_norm, x, weight, EPS), bytes=2 * x.nbytes)
         x, residual, weight = make.normal(tokens, HIDDEN), make.normal(tokens, HIDDEN), make.normal(HIDDEN)
-        added = partial(add_rms_norm, x, residual, weight, EPS)
-        yield KernelCase("add, RMSNorm", f"{tokens} x {HIDDEN}", added, bytes=4 * x.nbytes)
+        words = make.zeros(tokens, quantized_words(HIDDEN) or 0, dtype=torch.int32)
+        for name, coded in (("", ()), (", quantise 1 x 128", (words, True))):
+            added = partial(add_rms_norm, x, residual, weight, EPS, None, *coded)
+            moved = 4 * x.nbytes + (words.nbytes if coded else 0)
+            yield KernelCase("add, RMSNorm" + name, f"{tokens} x {HIDDEN}", added, bytes=moved)
 
 
 def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:

@@ -29,7 +29,7 @@ from dsa_engine.weights.model_folder import model_config
 MODELS, KINDS, RANKS = ("deepseek_v32", "glm_moe_dsa", "deepseek_v3"), ("H100", "H200", "B200"), (1, 4, 8, 16, 64)
 MODES = ("latency", "balanced", "throughput")
 INPUT, OUTPUT = 131_072, 1024
-WITHIN = 1.05
+WITHIN = 1.06
 DBO_ROWS = (32, 512)  # a rank, from which decode and prefill are cut in micro-batches
 
 
@@ -103,7 +103,7 @@ def timed(choice: Choice, weights: str, planner: Planner, mode: str, monkeypatch
 
 @pytest.mark.parametrize("model", MODELS)
 def test_table(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is chosen is within 5% of the best that the search finds, for each model, device, number of ranks, aim."""
+    """What is chosen is within 6% of the best that the search finds, for each model, device, number of ranks, aim."""
     rows, over = [], []
     for kind in KINDS:
         for ranks in RANKS:

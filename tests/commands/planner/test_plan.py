@@ -22,6 +22,7 @@ from dsa_engine.commands.planner.predict import (
     HOST_DECODE,
     HOST_PREFILL,
     OWN,
+    PREFILL_LAUNCHES,
     predict_decode,
     predict_prefill,
 )
@@ -108,12 +109,15 @@ def test_the_host_is_the_measured_one() -> None:
 
 
 def test_a_step_has_the_hosts_time(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the device in decode, before it in prefill."""
+    """Beside the device in decode; before it in prefill, whose launches are beside it too."""
     placed, demand = Placed(config, H200, Deployment(64, 64, chunk=2048, cache="fp8")), Demand(64, 65_536)
     monkeypatch.setattr(predict, "HOST_PREFILL", (2e-3, 1e-7))
-    prefill = predict_prefill(placed, 65_536, OWN)
-    assert prefill.stages["host"] == prefill.host == pytest.approx(2e-3 + 65_536e-7)
-    assert prefill.seconds == pytest.approx(sum(prefill.stages.values()))
+    planned = 2e-3 + 65_536e-7
+    for eager, slower in ((1e-6, False), (1e-3, True)):
+        prefill = predict_prefill(placed, 65_536, replace(OWN, eager=eager))
+        assert prefill.seconds == pytest.approx(sum(prefill.stages.values()))
+        assert (prefill.stages["host"] == prefill.host == pytest.approx(planned)) != slower
+        assert not slower or prefill.seconds == pytest.approx(planned + 61 * PREFILL_LAUNCHES * eager), "no halves"
     for of_step, slower in ((1e-6, False), (0.5, True)):
         monkeypatch.setattr(predict, "HOST_DECODE", (of_step, 1e-6, 1e-8))
         decode = predict_decode(placed, 128, demand, OWN)

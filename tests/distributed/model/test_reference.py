@@ -19,7 +19,7 @@ CALLS = [
     {"prompts": [PROMPTS[2][:200] + PROMPTS[0][:50], PROMPTS[0]], "max_tokens": 12, "drafts": 0},  # known beginnings
     {"prompts": PROMPTS, "max_tokens": 12, "temperature": 1.0, "seed": 5, "drafts": 2},
 ]
-# On 2 ranks some lose their pages.
+# On 2 ranks some lose their pages; on 4 each would have one request, as in CALLS.
 FEW = [{"prompts": [make_ids(190, 700, seed=seed) for seed in range(4)], "max_tokens": 60, "drafts": 1}]
 SIZES = {"page_size": 16, "chunk": 60}
 
@@ -42,12 +42,12 @@ def test_ranks(
     folder, ids = oracle("deepseek_v32").folder, make_ids(333)
     cases = [
         {"model": "demo", "sizes": SIZES, "calls": CALLS},
-        {"model": "demo", "sizes": SIZES | {"pages": 28}, "calls": FEW},
+        {"model": "demo", "sizes": SIZES | {"pages": 28}, "calls": FEW if ranks == 2 else []},
         {"model": str(folder), "sizes": SIZES, "ids": ids},
     ]
     of_ranks = rank_results(ranks, "page.py", cases, tmp_path)
     alone = dsa.load(folder, torch.float32).logits(ids)
     for calls, few, logits in of_ranks:
-        assert [*calls, *few] == wanted
+        assert [*calls, *few] == wanted[: len(CALLS) + len(few)] and len(few) == (ranks == 2)
         assert_same_logits(logits, alone, index_topk=64, what=f"{ranks} ranks")
         assert torch.equal(logits, of_ranks[0][2])

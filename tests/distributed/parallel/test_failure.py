@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,27 +173,16 @@ def test_a_wrong_start_is_one_traceback(how: str, message: str, failing: Failing
     assert message in said
 
 
-def test_ranks_that_wait_where_no_exception_arises(tmp_path: Path) -> None:
+def test_ranks_that_wait_where_no_exception_arises(
+    fork_ranks: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
     """As in CUDA: only a thread of theirs can end them. No rank ends for being slow."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).parents[1] / "programs" / "stuck.py"), str(tmp_path)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | where | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", "RANK": str(rank)},
-        )
-        for rank in range(3)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    print(said)
-    assert [out for out, _ in said] == [f"rank {rank} is healthy\n" for rank in range(3)]
-    assert [process.returncode for process in ranks] == [1] * 3
-    errors = [err for _, err in said]
-    assert errors[0].startswith("[rank 0] failed and ends the run:\nTraceback") and "no such expert" in errors[0]
-    for rank in (1, 2):
-        assert errors[rank] == f"[rank {rank}] ends, because rank 0: LookupError: no such expert\n"
+    done = fork_ranks(3, "stuck.py", tmp_path, timeout=120, store=store.port)
+    print(done)
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} is healthy" for rank in range(3)]
+    assert done.codes == [1] * 3
+    others = [f"[rank {rank}] ends, because rank 0: LookupError: no such expert" for rank in (1, 2)]
+    said = [line for line in done.stderr.splitlines() if line not in others]
+    assert said[0] == "[rank 0] failed and ends the run:" and said[1].startswith("Traceback"), "and nothing else"
+    assert said[-1] == "LookupError: no such expert" and len(said) + 2 == len(done.stderr.splitlines())

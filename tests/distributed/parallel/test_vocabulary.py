@@ -60,24 +60,21 @@ def test_results_are_those_of_one_rank(
     worker: SimpleNamespace, random_ids: Callable[..., list[int]], tmp_path: Path,
     assert_same_logits: Callable[..., None],
 ) -> None:  # fmt: skip
+    names = ("plain", "tied", "own tables", "own tables, padded", "dummy")
+    if ranks == 4:  # whose last two have nothing but padding; the model's head lies as the module's own
+        names = ("tied", "own tables", "dummy")
     prompts, written = [random_ids(length, vocab) for length in LENGTHS], folders(vocab)
     described = [
         {
             "name": name,
             "folder": str(written.get(name.removesuffix(", padded"), written["plain"])),
             "parallel": {"tp_size": ranks},
-            "options": OPTIONS | options,
+            "options": OPTIONS | (DRAFTS if "own" in name else {"load_format": "dummy"} if name == "dummy" else {}),
             "padded": name.endswith("padded"),
             "prompts": prompts,
             "generate": [{"prompts": prompts, "params": requests(vocab)}],
         }
-        for name, options in {
-            "plain": {},
-            "tied": {},
-            "own tables": DRAFTS,
-            "own tables, padded": DRAFTS,
-            "dummy": {"load_format": "dummy"},
-        }.items()
+        for name in names
     ]
     results = rank_results(ranks, "worker.py", described, tmp_path)
     for case in described:

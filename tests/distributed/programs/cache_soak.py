@@ -81,7 +81,7 @@ def run(work: dict[str, Any]) -> dict[str, Any]:
         results |= {"cached": [pool.free - sum(map(len, pool.unused)) for pool in ledger.pools]}
         results |= {"fetched": sum(fetched), "preemptions": engine.scheduler.preemptions}
         results |= {"hits": engine.scheduler.prefix_cache.hits, "queries": engine.scheduler.prefix_cache.queries}
-        results |= {"in_host": [len([*pool.host]) for pool in ledger.pools], "slots": ledger.slots}
+        results |= {"in_host": (ledger.index.slot >= 0).sum(axis=1).tolist(), "slots": ledger.slots}
         results["from_host"] = engine.cache_steps.transfer.copies.bytes_from_host // engine.cache.page_bytes
         if engine.cache_steps.loads is not None:
             results["read"], results["written"] = (

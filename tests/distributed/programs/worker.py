@@ -135,7 +135,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["drafts"], result["bits"] = drafts, rows
     result["preemptions"] = engine.scheduler.preemptions
     result["hits"] = engine.scheduler.prefix_cache.hits
-    result["fetched"], result["in_host"] = sum(fetched), sum(len([*pool.host]) for pool in ledger.pools)
+    result["fetched"], result["in_host"] = sum(fetched), int((ledger.index.slot >= 0).sum())
     steps = engine.cache_steps
     result["read"] = steps.loads.pages_read if steps and steps.loads else 0
     result["written"] = steps.stores.pages_written if steps and steps.stores else 0

@@ -24,6 +24,9 @@ class Named(PagePool):
         self.index = PageIndex(copies=slots > 0)
         super().__init__(pages, slots, self.index, size=size)
 
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self.index.numbers
+
     def named(self, pages: Sequence[int], digests: list[bytes]) -> None:
         self.name(np.array(pages), self.index.make(digests))
 

@@ -246,9 +246,13 @@ class Simulation:
                 page, rank = divmod(number, dcp)
                 content = [self.rows[pool * dcp + rank][page * size + offset] for offset in range(size)]
                 assert rows_of.setdefault(digest, content) == content
-            copies = [list(scheduler.ledger.pools[pool].host) for scheduler in self.ranks]
+            copies = [
+                {digest: int(one.slot[pool, n]) for digest, n in one.numbers.items() if one.slot[pool, n] >= 0}
+                for one in indices
+                if self.world.slots
+            ]
             assert all(one == copies[0] for one in copies)
-            for digest, number in copies[0]:
+            for digest, number in copies[0].items() if copies else ():
                 slot, rank = divmod(number, dcp)
                 content = self.host[pool * dcp + rank][slot]
                 assert rows_of.setdefault(digest, content) == content
@@ -369,7 +373,7 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False, s
         run.poll()
     for scheduler, mine in zip(run.ranks, run.copies, strict=True):
         for pool in scheduler.ledger.pools:
-            assert len([*pool.host]) + pool.host.free == world.slots * world.dcp, "host memory is lost"
+            assert pool.host.free == world.slots * world.dcp, "host memory is lost"
         assert scheduler.preemptions == run.ranks[0].preemptions
         assert scheduler.free_pages == [world.all_pages * world.dcp] * (world.world // world.dcp)
         for number, request in mine.items():

@@ -137,8 +137,8 @@ def test_ranks_that_hold_contexts_together_find_the_sum_of_their_pages(dcp: int)
     again = [make_request(len(prompts) + number, prompt) for number, prompt in enumerate(prompts)]
     for request in again:
         scheduler.add(request)
-    found = [request.num_tokens_found // PAGE for request in again]
-    assert found[1 - 4 * dcp :] == [pages] * (4 * dcp - 1) and 32 * dcp - pages <= sum(found) < 32 * dcp
+    counts = [request.num_tokens_found // PAGE for request in again]
+    assert counts[1 - 4 * dcp :] == [pages] * (4 * dcp - 1) and 32 * dcp - pages <= sum(counts) < 32 * dcp
 
 
 def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:

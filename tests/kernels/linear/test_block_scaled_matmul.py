@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsa_engine.kernels.formats.fp8 import quantize_blocks
-from dsa_engine.kernels.formats.quantize import quantize_rows
+from dsa_engine.kernels.formats.quantize import codes_and_scales, fill_words, quantize_rows
 from dsa_engine.kernels.grouped import grouped_matmul_fp8
 from dsa_engine.kernels.linear import block_scaled_matmul as module
 from dsa_engine.kernels.linear.block_scaled_matmul import (
@@ -16,7 +16,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_linear,
     block_scaled_matmul_triton,
     no_program_finished,
-    quantize_for_several,
+    words_for,
 )
 from dsa_engine.kernels.runtime.launch import INTERPRETED, runs_triton
 
@@ -79,10 +79,12 @@ def test_rows_that_the_product_quantises(
     assert rows <= QUANTISED_ROWS and torch.equal(
         once, block_scaled_linear(x, weight, scale, power_of_two=power_of_two)
     )
-    assert quantize_for_several(x, power_of_two) is None
     many = x.repeat(QUANTISED_ROWS + 1, 1)
-    given = {"power_of_two": power_of_two, "quantized": quantize_for_several(many, power_of_two)}
-    assert given["quantized"] and torch.equal(
+    words = words_for(many, inner)  # codes and scales of a row side by side
+    assert words is not None and words_for(x, inner) is None and words_for(many, 31) is None
+    fill_words(many, words, power_of_two)
+    given = {"power_of_two": power_of_two, "quantized": codes_and_scales(words, inner)}
+    assert torch.equal(
         block_scaled_linear(many, weight, scale, **given),
         block_scaled_linear(many, weight, scale, power_of_two=power_of_two),
     )

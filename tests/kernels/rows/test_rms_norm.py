@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
 from dsa_engine.kernels.rows.rms_norm import rms_norm
+from dsa_engine.kernels.runtime.operation import Comparison, compared
 
 pytestmark = pytest.mark.usefixtures("on_a_cpu")
 
@@ -70,3 +72,25 @@ def test_with_two_summands(dtype: torch.dtype, device: str) -> None:
         add_rms_norm(x, residual, weight, 1e-5, also), add_rms_norm(x + also, residual, weight, 1e-5), strict=True
     ):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("width", [1536, 900, 12])
+def test_codes_of_what_is_normed(width: int, power_of_two: bool, dtype: torch.dtype, device: str) -> None:
+    """Codes and scales are those of a quantisation afterwards, bit for bit, and the numbers those without it."""
+    g = torch.Generator().manual_seed(0)
+    x, also, residual = ((3 * torch.randn(5, width, generator=g)).to(device, dtype) for _ in range(3))
+    weight = torch.randn(width, generator=g).to(device, dtype)
+    runs: list[Callable[..., tuple[torch.Tensor, ...]]] = [
+        lambda *words: (rms_norm(x, weight, 1e-6, *words),),
+        lambda *words: add_rms_norm(x, residual, weight, 1e-6, also, *words),
+    ]
+    for run in runs:
+        wanted = run()
+        words = torch.zeros_like(quantize_tokens(wanted[0], power_of_two))
+        made = run(words, power_of_two)
+        assert torch.equal(words, quantize_tokens(made[0], power_of_two))
+        assert width < 128 or all(map(torch.equal, made, wanted))  # a block at least, else sums may have another order
+        with compared(Comparison()) as seen:
+            run(words.zero_(), power_of_two)
+        assert not seen.wrong

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsa_engine.kernels.formats.quantize import quantize_tokens
 from dsa_engine.kernels.rows.silu_mul import silu_mul
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 
@@ -24,6 +25,17 @@ def test_gate(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     y = silu_mul(x)
     assert y.shape == (*shape[:-1], shape[-1] // 2) and y.dtype == dtype
     torch.testing.assert_close(y.double(), naive(x), rtol=2 * ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("width", [2048, 900, 12])
+def test_codes_of_the_result(width: int, power_of_two: bool, dtype: torch.dtype, device: str) -> None:
+    """Bit for bit those of a quantisation afterwards."""
+    x = (torch.randn(5, 2 * width, generator=torch.Generator().manual_seed(0)) * 4).to(device, dtype)
+    wanted = silu_mul(x)
+    words = torch.zeros_like(quantize_tokens(wanted, power_of_two))
+    assert torch.equal(silu_mul(x, words, power_of_two), wanted)
+    assert torch.equal(words, quantize_tokens(wanted, power_of_two))
 
 
 def test_far_from_zero(device: str) -> None:

@@ -86,7 +86,7 @@ def fp8_mqa_logits(
 
 
 def _operand(name: str, pair: Any, block: int, *shape: int | None) -> None:
-    tensor(name, pair[0], E4M3, *shape, contiguous=True)
+    tensor(name, pair[0], E4M3, *shape, contiguous=block > 1)  # rows of activations may lie apart
     rows, inner = pair[0].shape[-2:]
     need(inner % 128 == 0, f"{name}: {inner} is no multiple of 128")
     blocks = (*pair[0].shape[:-2], cdiv(rows, block), inner // 128)

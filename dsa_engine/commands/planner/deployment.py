@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -105,13 +104,13 @@ class Placed:
     def gather_of_contexts(self, tokens: int, chunk: int) -> float:
         """Seconds in which the rows of earlier chunks come from other ranks in a prefill, in all layers; 0 where a rank
         holds all pages."""
-        c, how, step = self.config, self.how, chunk * self.how.cp_size
-        layers = Counter(c.indexer_types[: c.num_hidden_layers] if how.dcp_size > 1 else ())
+        c, how = self.config, self.how
+        kinds = c.indexer_types[: c.num_hidden_layers]
         exchanges = [
             one
-            for start in range(step, tokens, step)
-            for kind, count in layers.items()
-            for one in count * prefill_exchanges(self.cache, 0, start, 1, how.dcp_size, indexer=kind == "full")
+            for start in range(chunk * how.cp_size, tokens, chunk * how.cp_size)
+            for kind in kinds
+            for one in prefill_exchanges(self.cache, 0, start, 1, how.dcp_size, indexer=kind == "full")
         ]
         return sum(one.seconds(self.links, self.device.node_size) for one in exchanges)
 

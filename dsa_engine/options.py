@@ -125,6 +125,12 @@ class EngineOptions(Options):
         "needed again; default: none.",
         metavar="SIZE",
     )
+    hot_rows: int = option(
+        0,
+        "latent rows of a running request that the device keeps beside its resident pages, at least index_topk for "
+        "each of its rows in a step: pages may then spill to host_cache_memory, all but their index keys, and decode "
+        "reads what it selects there. 0: requests whose pages do not fit are preempted.",
+    )
     cache_folder: Folder | None = option(
         None,
         "a folder for the pages of prompts, which other runs and other processes with the same model use too; every "
@@ -206,6 +212,16 @@ class EngineOptions(Options):
         given = [name for name in ("host_cache_memory", "cache_folder") if getattr(self, name) is not None]
         if given and not self.enable_prefix_caching:
             raise ValueError(f"{given[0]} needs enable_prefix_caching=True: it holds pages of the prefix cache")
+        if self.hot_rows < 0 or (self.hot_rows and self.host_cache_memory is None):
+            raise ValueError(
+                f"hot_rows is {self.hot_rows}; it is a number of latent rows that needs host_cache_memory for the rows "
+                "of pages that spill, or 0 for none"
+            )
+        if self.hot_rows and self.parallel.prefill_ranks is not None:
+            raise ValueError(
+                f"hot_rows is {self.hot_rows}, and prefill_ranks {self.parallel.prefill_ranks}: ranks that only decode "
+                "have no host_cache_memory to which pages could spill; leave one of them out"
+            )
         if self.cache_folder_size is not None and self.cache_folder is None:
             raise ValueError("cache_folder_size is the size of a cache_folder; give that too, or leave it out")
         if self.decode_options:

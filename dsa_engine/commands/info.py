@@ -66,6 +66,12 @@ def run_info(args: argparse.Namespace) -> None:
         each = f"{format_bytes(module['weights'])} of weights and {module['cache_per_token']:,} B a cached token more"
         print(f"each MTP module that drafts (speculative_config) takes {each}, {table[0][0]}")
     print("int8, int4-experts: what dsa-engine convert --quantize makes of it")
+    if hot := counted["hot_rows"]:
+        print(
+            f"with hot_rows a token of a spilled page takes {hot['device_bytes']:,} B on the device and "
+            f"{hot['host_bytes']:,} B in host memory, in {hot['caches']} caches; a row of a decode step reads "
+            f"{format_bytes(hot['selected_bytes'] / 100)} from there for each 1% of its selection that it lacks"
+        )
     for name, exchanges in counted["decode_exchanges"].items():
         total = format_bytes(sum(exchanges.values()))
         parts = ", ".join(f"{what} {size:,.0f} B" for what, size in exchanges.items())
@@ -76,6 +82,7 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int, dcp_size
     """Parameters and bytes of the rank with the most experts, as ``dsa-engine plan`` counts them too."""
     import torch
 
+    from dsa_engine.engine.cache.sizes import HotBytes
     from dsa_engine.measure.costs.context_exchanges import decode_exchanges
     from dsa_engine.model.kv_cache import cache_bytes_per_token, cache_dtype, cache_format
     from dsa_engine.model.layout import parameter_counts
@@ -116,6 +123,12 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int, dcp_size
             "weights": round(with_one) - rows[0]["weight_bytes"],
             "cache_per_token": cached - rows[0]["cache_bytes_per_token"],
         }
+    hot = None
+    if "none" not in config.indexer_types:
+        cached_as = cached_as if fp8 is None else cache_format(config, cache_dtype("fp8", bfloat16))
+        of = HotBytes.of(config, cached_as, page_size=1, sets=0, hot_rows=0)
+        hot = {"caches": cached_as.name, "device_bytes": of.keys, "host_bytes": of.latent}
+        hot["selected_bytes"] = config.index_topk * of.latent
     return {
         "model_type": config.model_type,
         "parameters": counts.total,
@@ -127,6 +140,7 @@ def figures(config: ModelConfig, ranks: int, tp_size: int, memory: int, dcp_size
         "tp_size": tp_size,
         "dcp_size": dcp_size,
         "decode_exchanges": exchanges,
+        "hot_rows": hot,
         "memory_bytes": memory,
         "per_format": rows,
     }

@@ -59,13 +59,16 @@ class ModelRunner:
             max_rows = 1 + self.num_drafts
             cuts = None if self.micro_batches is None else self.micro_batches.cuts(step.chunks, max_rows)
             plan = StepPlan.of(step.chunks, rank, world, config, max_rows, cuts)
-            if self.graphs is not None and not self.num_drafts and self._is_static(plan) and not plan.records:
-                plan = plan.padded(config, self.graphs.contexts)
+            # With hot rows not: a chunk in the middle of a prompt may write spilled pages.
+            graphs = None if self.cache.hot is not None or self.num_drafts else self.graphs
+            if graphs is not None and self._is_static(plan) and not plan.records:
+                plan = plan.padded(config, graphs.contexts)
         else:
             bucket = None
             if self.graphs is not None and self._mesh.static_decode and self._fits_graph(step):
                 bucket = bucket_of(step.decode, self.graphs.contexts, step.num_drafts)
-            if bucket is None and self.cache.group is not None:  # its rows are those of several ranks
+            # Its rows are those of several ranks, or what they select lies in hot rows, not where tables say.
+            if bucket is None and (self.cache.group is not None or self.cache.hot is not None):
                 bucket = own_bucket(step.decode)
             plan = StepPlan.of_decode(step.decode, rank, world, config, bucket, self._mesh.dcp.ranks)
         if self.micro_batches is not None and not plan.records:

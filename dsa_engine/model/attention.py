@@ -109,7 +109,8 @@ class Attention(Weighted):
         if asked is None:
             topk_slots = self._select(index_queries, topk_slots, batch, pools[1], cache.format)
             with stage("sparse flash attention"):
-                out_latent = self._mqa(q_mqa, batch, pools[0], cache.format.latent, topk_slots)
+                in_pool = batch.slots_in_pool(layer, topk_slots)
+                out_latent = self._mqa(q_mqa, batch, pools[0], cache.format.latent, in_pool)
                 out = x.new_empty(x.shape[0], self.config.num_attention_heads, self.config.v_head_dim)
                 self._mha(q_mha, batch, pools[0], cache.format.latent, out)
         else:
@@ -118,7 +119,7 @@ class Attention(Weighted):
         # Beside the computation: records of the selection; and tokens of the other micro-batch, before o_proj's
         # exchange, as collectives begin in the order of the host.
         if batch.recorder is not None and shards is None:
-            rows = pools[0], topk_slots, cache.format.latent
+            rows = pools[0], topk_slots, in_pool, cache.format.latent
             batch.recorder.record(
                 q_mha, q_mqa, self.w_uk, batch.mha_rows, batch.first_sparse, *rows, self.config.softmax_scale
             )
@@ -194,9 +195,10 @@ class Attention(Weighted):
         with stage("sparse flash attention"):
             how: Any = {"row_format": stored_as.latent, "scale": self.config.softmax_scale, "workspace": workspace}
             q, selected = queries(), topk_slots if batch.sparse_mqa.rows else None
-            out, lse = shards.attend(q, pools[0], selected, how)
-        if batch.recorder is not None and selected is not None:
-            of_layer = lse, pools[0], selected, stored_as.latent, self.config.softmax_scale
+            in_pool = batch.slots_in_pool(self.layer, selected)
+            out, lse = shards.attend(q, pools[0], in_pool, how)
+        if batch.recorder is not None and selected is not None and in_pool is not None:
+            of_layer = lse, pools[0], selected, in_pool, stored_as.latent, self.config.softmax_scale
             batch.recorder.record_together(shards, q, *of_layer)
         return out, topk_slots
 

@@ -37,6 +37,7 @@ from dsa_engine.kernels.indexer.slots_above import slots_above
 from dsa_engine.kernels.rows.segment import Segments, local_visible, slots_of
 from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.pages.page_map import MovedPages, PageMap
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.parallel.group import Group
 
@@ -51,55 +52,72 @@ class Pools(Protocol):
     latent: list[torch.Tensor]
     index_keys: list[torch.Tensor | None]
     pages: int
+    spilled: int
     page_size: int
     group: Group | None
+    page_map: PageMap
 
     def use(self, layer: int) -> None: ...
 
 
 class LayerBuffers:
     """Buffers of a layer's latent rows and index keys for a prefill step, with the pages of all of its chunks: first
-    those with rows of earlier steps, as they come from the ranks, then those that the step begins.
+    those with rows of earlier steps, as they come from the ranks, or from this one alone if some of its pages are
+    spilled; then those that the step begins. Spilled pages that the step writes are copied from the buffers.
 
-    A buffer begins to fill (:meth:`start`) under the layer before, and is dropped after the layer; so two exist, or one
-    for each layer that one micro-batch is ahead of the other. A page that the step goes on to fill comes with its first
-    rows.
+    Those of several ranks begin to fill (:meth:`start`) under the layer before. They are dropped after the layer; so
+    two exist, or one for each layer that one micro-batch is ahead of the other. A page that the step goes on to fill
+    comes with its first rows.
     """
 
     def __init__(self, cache: Pools, chunks: Sequence[tuple[Sequence[int], int, int]], layers: int):
         """``chunks``: pages of the request, start and end of each chunk. ``layers``: those before MTP modules, which
         may not run."""
-        group, size = cache.group, cache.page_size
-        assert group is not None
-        self._cache, self._group, self._layers = cache, group, layers
+        self._cache, self._group, self._layers = cache, cache.group, layers
+        self._ranks, self._index = (1, 0) if cache.group is None else (cache.group.size, cache.group.index)
+        size, ranks, index = cache.page_size, self._ranks, self._index
         self._entries: dict[int, tuple[list[torch.Tensor], list[Callable[[], torch.Tensor]]]] = {}
         numbers = [np.array(pages, np.int32) for pages, *_ in chunks]
         borders = [(cdiv(start, size), cdiv(end, size)) for _, start, end in chunks]
         none = [np.empty(0, np.int32)]
         earlier = np.unique(np.concatenate(none + [of[:new] for of, (new, _) in zip(numbers, borders, strict=True)]))
         begun = np.concatenate(none + [of[new:end] for of, (new, end) in zip(numbers, borders, strict=True)])
-        of_ranks = [earlier[earlier % group.size == rank] for rank in range(group.size)]
+        of_ranks = [earlier[earlier % ranks == rank] for rank in range(ranks)]
         each = max(map(len, of_ranks))  # pages that come from each rank, as many from all
         # By number of a page in the group: its number in the buffers.
-        self._page = np.zeros(cache.pages * group.size, np.int32)
+        self._page = np.zeros((cache.pages + cache.spilled) * ranks, np.int32)
         for rank, of_rank in enumerate(of_ranks):
             self._page[of_rank] = rank * each + np.arange(len(of_rank))
-        self.gathered = group.size * each
+        self.gathered = ranks * each
         self._page[begun] = self.gathered + np.arange(len(begun))
         self.pages = self.gathered + len(begun)
         sent = np.zeros(each, np.int64)
-        sent[: len(of_ranks[group.index])] = of_ranks[group.index] // group.size
-        self._sent = upload(torch.from_numpy(sent), cache.latent[0].device)
+        sent[: len(of_ranks[index])] = of_ranks[index] // ranks
+        device = cache.latent[0].device
+        self._sent = cache.page_map.moved(sent.tolist(), upload(torch.from_numpy(sent), device))
+        # Spilled pages here with rows of the step, and their numbers in the buffers.
+        self._written: tuple[MovedPages, torch.Tensor] | None = None
+        if cache.spilled:
+            firsts = [start // size for _, start, _ in chunks]
+            written = [of[first:end] for of, first, (_, end) in zip(numbers, firsts, borders, strict=True)]
+            pages = np.unique(np.concatenate(none + written))
+            pages = pages[(pages % ranks == index) & (pages // ranks >= cache.pages)]
+            if len(pages):
+                both = np.stack((here := pages // ranks, self._page[pages])).astype(np.int64)
+                there, own = upload(torch.from_numpy(both), device)
+                self._written = cache.page_map.moved(here.tolist(), there), own
+                cache.page_map.overwrite(here.tolist())
 
     def pages_of(self, numbers: np.ndarray) -> np.ndarray:
         """int32, the page in the buffers for each number of a page of these chunks in the group."""
         return self._page[numbers]
 
     def slots(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int32 slots of the buffers, and of this rank's pools, for slots of the group; −1 for others and for −1."""
-        size, ranks = self._cache.page_size, self._group.size
+        """int32 slots of the buffers, and of this rank's pools, for slots of the group; −1 for others and for −1. A
+        spilled page has none in the pools."""
+        size, ranks, pages = self._cache.page_size, self._ranks, self._cache.pages
         page, at = slots // size, slots % size
-        here = (slots >= 0) & (page % ranks == self._group.index)
+        here = (slots >= 0) & (page % ranks == self._index) & (page // ranks < pages)
         in_buffers = np.where(slots >= 0, self._page[page] * size + at, -1)
         return in_buffers.astype(np.int32), np.where(here, page // ranks * size + at, -1).astype(np.int32)
 
@@ -109,12 +127,15 @@ class LayerBuffers:
             return
         self._cache.use(layer)
         made, waits = [], []
-        for pool in (self._cache.latent[layer], self._cache.index_keys[layer]):
-            if pool is not None:
-                made.append(buffer := pool.new_empty(self.pages, *pool.shape[1:]))
-                if self.gathered:
-                    own = pool.index_select(0, self._sent)
-                    waits.append(self._group.all_gather_async(own, into=buffer[: self.gathered]))
+        pools = [pool for pool in (self._cache.latent[layer], self._cache.index_keys[layer]) if pool is not None]
+        for pool, words in zip(pools, self._cache.page_map.layers[layer], strict=True):
+            made.append(buffer := pool.new_empty(self.pages, *pool.shape[1:]))
+            if self.gathered:
+                into = buffer[: self.gathered]
+                own = into if self._group is None else pool.new_empty(self.gathered // self._ranks, *pool.shape[1:])
+                words.read(self._sent, words.of(own))
+                if self._group is not None:
+                    waits.append(self._group.all_gather_async(own, into=into))
         self._entries[layer] = made, waits
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -125,14 +146,20 @@ class LayerBuffers:
         return made[0], made[1] if len(made) > 1 else None
 
     def start_next(self, layer: int) -> None:
-        if layer + 1 < self._layers:
+        """Of a rank alone the copies would be no earlier: they run between the layers."""
+        if self._group is not None and layer + 1 < self._layers:
             self.start(layer + 1)
 
     def drop(self, layer: int) -> None:
-        """Frees the buffers of a layer and of those before it."""
+        """Frees the buffers of a layer and of those before it, once what the step has stored in spilled pages here has
+        been copied to where they lie."""
         for old in [one for one in self._entries if one <= layer]:
             self.of(old)
-            del self._entries[old]
+            made, _ = self._entries.pop(old)
+            if self._written is not None:
+                moved, own = self._written
+                for buffer, words in zip(made, self._cache.page_map.layers[old], strict=True):
+                    words.write(moved, words.of(buffer).index_select(0, own))
 
 
 @dataclass

@@ -42,6 +42,7 @@ from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.pieces import Pieces, Results
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.context_shards import NO_PAGE, GroupRows, LayerBuffers
+from dsa_engine.model.pages.hot_rows import HotStep
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.selection import SelectionRecorder
 from dsa_engine.parallel.group import Group
@@ -291,12 +292,13 @@ class ForwardBatch:
     # [sparse rows, index_topk] int32: slots that an earlier pass has selected, in place of the indexer
     selection: torch.Tensor | None = None
     first_micro_batch: bool = False  # whether the other one stores its rows of each layer after this one
-    # Where ranks hold a context together: in a prefill the slots above are those of buffers, which have the rows of all
-    # ranks, and these are of this rank's pools, [R] int32, −1 where another one stores; in a decode step there are the
-    # rows of all ranks, and the slots above are −1.
+    # Where ranks hold a context together, or a prefill reads spilled pages: in a prefill the slots above are those of
+    # buffers, which have the rows of all pages, and these are of this rank's pools, [R] int32, −1 where another one
+    # stores, or the page is spilled; in a decode step there are the rows of all ranks, and the slots above are −1.
     buffers: LayerBuffers | None = None
     pool_slots: torch.Tensor | None = None
     shards: GroupRows | None = None
+    hot: HotStep | None = None  # in a decode step: where the rows of spilled pages are; None: there are none
     _seen_pages: tuple[torch.Tensor, torch.Tensor] | None = None
     # In a micro-batch on CUDA: sends of tokens that wait for their counts, of both micro-batches; None: none waits.
     unsent: list[Callable[[], None]] | None = None
@@ -312,6 +314,10 @@ class ForwardBatch:
     def first_sparse(self) -> int:
         """Rows [mha_rows, first_sparse) attend in dense MQA form, rows [first_sparse, T) in sparse MQA form."""
         return self.mha_rows + self.dense_mqa.rows
+
+    def slots_in_pool(self, layer: int, topk_slots: torch.Tensor | None) -> torch.Tensor | None:
+        """Where the layer's latent pool has the selected rows, which are brought there from spilled pages."""
+        return topk_slots if self.hot is None or topk_slots is None else self.hot.find(layer, topk_slots)
 
     def seen_pages(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages whose tokens the sparse rows see, int32 ``[n]``, and where among them each page of a pool is,

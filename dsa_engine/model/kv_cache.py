@@ -5,14 +5,16 @@ A page has the same number in both pools and in all layers, so one block table s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.kernels.formats.cache_format import NAMES, CacheFormat
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, ShardTables
+from dsa_engine.model.pages.hot_rows import HotRows
+from dsa_engine.model.pages.page_map import PageMap, host_memory
 from dsa_engine.parallel.group import Group
 
 
@@ -61,6 +63,8 @@ class KVCache:
 
     ``latent[layer]`` is ``[pages, page_size, format.latent.columns]``: the normed compressed K/V and the rotated shared
     key. ``index_keys[layer]`` is ``[pages, page_size, format.index_key.columns]``, None for a layer without an indexer.
+    With hot rows there are ``spilled`` further pages: ``index_keys`` has them too, but their latent rows lie in
+    ``host_latent[layer]``; in ``latent[layer]`` copies of some of these rows follow the pages, ``hot_pages`` of them.
     ``block_tables`` has the pages of requests that steps have run. ``group``: the ranks that hold pages together, whose
     number contains the rank (``context_shards.py``); None: this one alone. ``before_use`` and ``after_store`` are hooks
     of what moves pages: a layer calls each with its number before it uses its pools, and when it has stored the step's
@@ -75,22 +79,35 @@ class KVCache:
         page_size: int,
         device: torch.device,
         group: Group | None = None,
+        spilled: int = 0,
+        sets: int = 0,
+        hot_rows: int = 0,
     ):
+        """``sets``: of ``hot_rows`` hot rows, one for each request of the group in a decode step."""
         self.format = format
-        self.pages = pages
+        self.pages, self.spilled = pages, spilled
+        self.hot_pages = cdiv(sets * hot_rows, page_size)
         self.page_size = page_size
         self.group = None if group is None or group.size == 1 else group
         self.block_tables = BlockTables(page_size, device)
         if self.group is not None:
-            self.block_tables = ShardTables(page_size, device, self.group, pages)
+            self.block_tables = ShardTables(page_size, device, self.group, pages + spilled)
         self.before_use: list[Callable[[int], None]] = []
         self.after_store: list[Callable[[int], None]] = []
         # Zeros: the rows of modules that have not run (``draft_number.py``) are read like others.
         layers, keys = config.indexer_types, format.index_key
-        self.latent = [format.latent.empty_pool(pages, page_size, device) for _ in layers]
+        self.latent = [format.latent.empty_pool(pages + self.hot_pages, page_size, device) for _ in layers]
+        self.host_latent: list[torch.Tensor] = []
+        if spilled:
+            shape = spilled, page_size, format.latent.columns
+            nbytes = len(layers) * spilled * page_size * format.latent.row_bytes
+            memory = host_memory(nbytes, spilled, self if device.type == "cuda" else None)
+            self.host_latent = [part.view(shape) for part in memory.view(format.latent.pool_dtype).chunk(len(layers))]
         self.index_keys = [
-            keys.empty_pool(pages, page_size, device) if keys and kind == "full" else None for kind in layers
+            keys.empty_pool(pages + spilled, page_size, device) if keys and kind == "full" else None for kind in layers
         ]
+        self.hot = HotRows(layers, pages, self.latent, self.host_latent, sets, hot_rows) if spilled else None
+        self.page_map = PageMap(self.latent, self.index_keys, self.host_latent, pages, self.hot)
 
     def use(self, layer: int) -> None:
         for hook in self.before_use:
@@ -107,23 +124,16 @@ class KVCache:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page in all layers."""
-        return self.bytes // self.pages
-
-    def page_words(self) -> list[list[torch.Tensor]]:
-        """The pools of every layer, of latent rows and then of index keys, as bytes to move: ``[pages, words of a
-        page]``, views of the widest integers that fit into a page of each pool."""
-        pools = [[pool for pool in pair if pool is not None] for pair in zip(self.latent, self.index_keys, strict=True)]
-        step = math.gcd(*(pool[0].nbytes for layer in pools for pool in layer))
-        word = next(kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8) if step % kind.itemsize == 0)
-        return [[pool.flatten(1).view(word) for pool in layer] for layer in pools]
+        return self.page_map.page_bytes
 
     def fill_random(self, pages: Sequence[int], seed: int) -> None:
         """Writes standard normal rows to ``pages``, for measuring: they cost as much as computed rows."""
         device = self.latent[0].device
-        numbers = torch.tensor(pages, dtype=torch.int64, device=device)
+        moved = self.page_map.moved(pages, torch.tensor(pages, dtype=torch.int64, device=device))
         generator = torch.Generator(device).manual_seed(seed)
-        for pool in self.latent:
-            pool[numbers] = self.format.latent.random_pages(len(pages), self.page_size, generator)
-        for keys in self.index_keys:
-            if keys is not None and self.format.index_key is not None:
-                keys[numbers] = self.format.index_key.random_pages(len(pages), self.page_size, generator)
+        self.page_map.overwrite(pages)
+        for kind, format in enumerate((self.format.latent, self.format.index_key)):
+            for layer in self.page_map.layers:
+                if format is not None and kind < len(layer):
+                    rows = format.random_pages(len(pages), self.page_size, generator)
+                    layer[kind].write(moved, layer[kind].of(rows))

@@ -42,11 +42,13 @@ class SelectionRecorder:
         first_sparse: int,
         pool: torch.Tensor,
         topk_slots: torch.Tensor | None,
+        in_pool: torch.Tensor | None,
         row_format: LatentFormat,
         scale: float,
     ) -> None:
         """Adds a layer, row by row, so that its memory is that of ``index_topk`` latent rows. The arguments are those
-        of :class:`.Attention` and :class:`.ForwardBatch`; ``pool``: the layer's latent rows."""
+        of :class:`.Attention` and :class:`.ForwardBatch`; ``pool``: the layer's latent rows, where ``in_pool`` are the
+        selected ones."""
         nope, tables = w_uk.shape[1], []
         for number, row in enumerate(self.rows):
             if row < mha_rows:
@@ -55,11 +57,11 @@ class SelectionRecorder:
                 q = torch.cat((absorbed, rotated.float()), dim=1)
             else:
                 q = q_mqa[row - mha_rows].float()
-            slots = self.visible[number]
+            slots = held = self.visible[number]
             if row >= first_sparse:
-                assert topk_slots is not None, "sparse rows need a selection"
-                slots = topk_slots[row - first_sparse]
-            latent = gather_latent(pool, slots.clamp(min=0), row_format, q_mqa.dtype).float()
+                assert topk_slots is not None and in_pool is not None, "sparse rows need a selection"
+                slots, held = topk_slots[row - first_sparse], in_pool[row - first_sparse]
+            latent = gather_latent(pool, held.clamp(min=0), row_format, q_mqa.dtype).float()
             scores = (q @ latent.T).mul_(scale).masked_fill_(slots < 0, -torch.inf)
             tables.append(torch.stack((slots, scores.softmax(dim=1).mean(dim=0).view(torch.int32))))
         if tables:
@@ -72,19 +74,21 @@ class SelectionRecorder:
         lse: torch.Tensor,
         pool: torch.Tensor,
         topk_slots: torch.Tensor,
+        in_pool: torch.Tensor,
         row_format: LatentFormat,
         scale: float,
     ) -> None:
         """Adds a layer where ranks hold contexts together, with positions in place of slots: each rank has the weights
-        of its tokens for all rows and sends them to the row's rank. ``q``, ``topk_slots``: of all rows; ``lse``: of
-        this rank's rows, merged."""
+        of its tokens for all rows and sends them to the row's rank. ``q``, ``topk_slots``, ``in_pool``: of all rows;
+        ``lse``: of this rank's rows, merged."""
         tables, k = [], topk_slots.shape[1]
-        for number, (slots, sums) in enumerate(zip(topk_slots, shards.group.all_gather(lse), strict=True)):
-            latent = gather_latent(pool, slots.clamp(min=0), row_format, q.dtype).float()
+        of_rows = zip(topk_slots, in_pool, shards.group.all_gather(lse), strict=True)
+        for number, (slots, held, sums) in enumerate(of_rows):
+            latent = gather_latent(pool, held.clamp(min=0), row_format, q.dtype).float()
             weights = ((q[number].float() @ latent.T).mul_(scale) - sums[:, None]).exp_().mean(dim=0)
             positions = shards.positions_of(number, slots)
             tables.append(torch.stack((positions, weights.masked_fill_(slots < 0, 0.0).view(torch.int32))))
         parts = shards.group.all_to_all(torch.stack(tables)).view(shards.group.size, -1, 2, k)
-        of_rows = parts[:, self.rows].permute(1, 2, 0, 3).flatten(2)  # [n, 2, ranks · index_topk]
-        order = of_rows[:, 0].lt(0).int().argsort(dim=1, stable=True)[:, :k]
-        self.layers.append(of_rows.gather(2, order[:, None].expand(-1, 2, -1)))
+        mine = parts[:, self.rows].permute(1, 2, 0, 3).flatten(2)  # [n, 2, ranks · index_topk]
+        order = mine[:, 0].lt(0).int().argsort(dim=1, stable=True)[:, :k]
+        self.layers.append(mine.gather(2, order[:, None].expand(-1, 2, -1)))

@@ -123,14 +123,18 @@ class EngineState(msgspec.Struct, tag=True, array_like=True):
     deferred: int  # of those that wait, see :class:`.scheduler.Scheduler`
     counted_tokens: int  # this and the next: see :class:`.engine.Engine`
     steps_by_tokens: list[int]
+    # Pages whose latent rows lie in host memory: that requests hold, and how many have spilled so far; and what the
+    # first rank's steps have read of them, see :class:`.HotCounts`.
+    hot_rows: list[int]
 
     @classmethod
     def of(cls, engine: Engine) -> EngineState:
         scheduler, cache = engine.scheduler, engine.scheduler.prefix_cache
         running, waiting = len(scheduler.running), len(scheduler.waiting)
         counts = (cache.queries, cache.hits, scheduler.preemptions, min(scheduler.num_deferred, waiting))
-        steps = (engine.counted_tokens, engine.steps_by_tokens)
-        return cls(running, waiting, scheduler.cache_usage, *counts, *steps)
+        steps, spilling, hot = (engine.counted_tokens, engine.steps_by_tokens), scheduler.spilling, engine.cache.hot
+        hot_rows = [0] * 5 if spilling is None or hot is None else [spilling.held, spilling.spilled, *hot.counts()]
+        return cls(running, waiting, scheduler.cache_usage, *counts, *steps, hot_rows)
 
 
 ToEngine = list[NewRequest | AbortRequests | AskState | ResetCache]

@@ -181,6 +181,13 @@ class _StateCollector:
         yield family(counter, "prefix_cache_queries", "Tokens of admitted requests", state.prefix_queries)
         yield family(counter, "prefix_cache_hits", "Those of them whose pages were found", state.prefix_hits)
         yield family(counter, "num_preemptions", "Times that a request has lost its pages", state.preemptions)
+        held, spilled, selected, missed, fetched = state.hot_rows
+        yield family(gauge, "spilled_pages", "Pages of requests whose latent rows lie in host memory", held)
+        yield family(counter, "num_spills", "Pages that have spilled to host memory", spilled)
+        about = "Latent rows of spilled pages that decode steps of the first rank have selected"
+        yield family(counter, "hot_rows_queries", about, selected)
+        yield family(counter, "hot_rows_hits", "Those of them that were in hot rows", selected - missed)
+        yield family(counter, "hot_rows_fetched_bytes", "Bytes of the others, from host memory", fetched)
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step of the engine", labels=_LABELS)
         below = list(accumulate(state.steps_by_tokens))
         buckets = [*zip(map(str, map(float, _LENGTHS)), below), ("+Inf", below[-1])]

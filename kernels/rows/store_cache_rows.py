@@ -69,14 +69,14 @@ def store_cache_rows(
 
     Args:
         latent_pool: ``[pages, page_size, latent]``.
-        key_pool: ``[pages, page_size, index_key]`` in ``key_format``, of the same dtype and pages.
+        key_pool: ``[pages, page_size, index_key]`` in ``key_format``, of the same dtype and page size.
         rows: ``[R, width]`` of the pools' dtype, any row stride; columns after ``latent + index_key`` are padding
             (:meth:`.CacheFormat.packed_width`).
         slots: ``[R]`` int32 or int64, in any order, none named twice.
         key_format: format of the index keys; latent rows are copied whole.
     """
-    (count, width), (pages, page_size, latent), index_key = rows.shape, latent_pool.shape, key_pool.shape[2]
-    if key_pool.shape[:2] != (pages, page_size) or width < latent + index_key:
+    (count, width), (_, page_size, latent), index_key = rows.shape, latent_pool.shape, key_pool.shape[2]
+    if key_pool.shape[1] != page_size or width < latent + index_key:
         raise ValueError(
             f"rows {tuple(rows.shape)}, latent pool {tuple(latent_pool.shape)} and index-key pool "
             f"{tuple(key_pool.shape)} do not fit together"

@@ -231,6 +231,9 @@ def test_info_command(demo_cache: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert row["cache_bytes_per_token"] == 4 * (80 + 32) * 2
     assert row["tokens_that_fit"] == (10**9 - row["weight_bytes"]) // row["cache_bytes_per_token"]
     assert info["dcp_size"] == 1 and info["decode_exchanges"] == {}
+    # FP8 has no rows of this rank; a token's keys, and an int32 in each layer.
+    hot = {"device_bytes": 4 * (32 * 2 + 4), "host_bytes": 4 * 80 * 2, "selected_bytes": 256 * 4 * 80 * 2}
+    assert info["hot_rows"] == {"caches": "bfloat16"} | hot and "takes 272 B on the device and 640 B in host" in text
     main(["info", "demo-random", "--memory", "1GB", "--ranks", "2", "--dcp-size", "2", "--json", str(report)])
     text, together = capsys.readouterr().out, json.loads(report.read_text())
     fits = {one["weights"]: one["tokens_that_fit"] for one in together["per_format"]}

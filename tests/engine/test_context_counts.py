@@ -13,8 +13,10 @@ import torch
 from collectives import record
 from dsa_engine.commands.planner.predict import CONTEXT_LAUNCHES
 from dsa_engine.engine.engine import Engine
+from dsa_engine.engine.startup import start
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.measure.requests import add_filled
+from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.sampling_params import SamplingParams
 from fake_cuda import FakeDevice
 
@@ -91,6 +93,25 @@ def test_a_layer(world: int, dcp: int, fake_engine: Callable[..., Engine]) -> No
             assert device.waits == ["event in samples.py:read"] and device.count("graph") == 1
     print(*results, sep="\n")
     assert results == CASES[world, dcp]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pattern", "more"), [("FFF", 6), ("FSS", 4)])
+def test_hot_rows_of_a_layer(
+    pattern: str, more: int, fake_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launches of a layer that selects, one of a layer that shares the selection, all in the graph."""
+    counts, shared = [], {"num_hidden_layers": LAYERS, "first_k_dense_replace": 1, "index_topk_pattern": pattern}
+    for hot in ((0, 0, 0), (100, 8, 4096)):
+        monkeypatch.setattr(start, "KVCache", lambda *given, hot=hot: KVCache(*given[:6], *hot))
+        with FakeDevice() as device:
+            engine = fake_engine(device, "glm_moe_dsa", 1, kv_cache_dtype="fp8", hf_overrides=shared, max_num_seqs=8)
+            add_filled(engine, 8, 10_000, GREEDY)
+            counts.append(counted(device, engine, [], engine.step)["launches"])
+            with device.watched():
+                engine.step()
+            assert device.count("graph") == 1
+    assert counts[1] - counts[0] == more
 
 
 @pytest.mark.slow

@@ -108,6 +108,11 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
         ("pool", to(F32), "not torch.float32"),
     ],
+    "fetch_rows": [
+        ("host", columns(7), r"rows of torch.bfloat16 \[20, 16, 7\] do not fit a pool"),
+        ("rows", rows(3), r"rows \[3, 1\] and slots \[60, 1\] must be int32"),
+        ("slots", to(I64), "must be int32"),
+    ],
     "gather_latent": [
         ("pool", columns(163), r"\[pages, page_size, 164\], not torch.uint8 \[4, 16, 163\]"),
         ("pool", to(F32), "not torch.float32"),
@@ -163,6 +168,12 @@ REFUSED: dict[str, list[tuple[str, Change, str]]] = {
         ("weight", part(0, to(F32)), "codes must be int8, not torch.int8 and torch.float32"),
         ("weight", part(1, to(F64)), "scales must be float32, not torch.float32 and torch.float64"),
         ("x", columns(31), r"x \(60, 31\), its scales \(60,\), weight \(1, 64, 128\)"),
+    ],
+    "resolve_rows": [
+        ("sets", rows(7), r"sets \[7\] \[requests\]"),
+        ("stamp", columns(7), r"stamp \[61, 7\]"),
+        ("row_of", to(I64), "must be int32, and of_set int64"),
+        ("slots", lambda x: x.repeat(2, 1), "24 hot rows of a request are fewer than it may select in a step, 2 · 16"),
     ],
     "rms_norm": [("weight", columns(5), "x has width 128, the weight has 5")],
     "route": [

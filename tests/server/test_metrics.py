@@ -15,6 +15,7 @@ from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Request
 from dsa_engine.engine.requests.scheduler import Scheduler
+from dsa_engine.engine.stats_log import StatsLog
 from dsa_engine.server.metrics import _StateCollector
 
 
@@ -78,6 +79,27 @@ def test_what_is_counted(serve: Any, drafting: LLM) -> None:
     server.post("/v1/completions", json={"prompt": [9] * 20, "max_tokens": 8, "stream": True, **given})
     assert values(server)["inter_token_latency_seconds_count"] in range(5, 8)  # the first step may bring three
     assert counts["num_preemptions_total"] == 0 and after["process_resident_memory_bytes"] > 0
+
+
+def test_rows_of_spilled_pages(serve: Any, tiny_llm: Callable[..., LLM]) -> None:
+    """What the first rank's steps have read of them: as of the step after the question before."""
+    options = {"hf_overrides": {"index_topk": 16}, "page_size": 4, "max_num_seqs": 2, "enable_prefix_caching": True}
+    llm = tiny_llm(178, max_model_len=256, host_cache_memory="4MiB", hot_rows=32, **options)
+    server, log = serve(llm, served_model_name=["tiny"]), StatsLog(llm.engine)
+    given = {"ignore_eos": True, "temperature": 0.0, "max_tokens": 20}
+    assert values(server)["hot_rows_queries_total"] == 0
+    server.complete([[5, *range(3, 103)], [6, *range(3, 103)]], **given)
+    values(server)
+    server.complete([[7, *range(3, 103)]], **given)
+    counts, config = values(server), llm.engine.config
+    queries, misses = counts["hot_rows_queries_total"], counts["hot_rows_queries_total"] - counts["hot_rows_hits_total"]
+    assert counts["num_spills_total"] > 0 == counts["spilled_pages"] and queries > misses > 0
+    assert llm.engine.cache.hot is not None
+    selecting = config.indexer_types[: config.num_hidden_layers]
+    row = llm.engine.cache.format.latent.row_bytes * len(selecting) / selecting.count("full")
+    assert counts["hot_rows_fetched_bytes_total"] == misses * row, "each selecting layer has as many that share it"
+    rate, line = f"hot rows hit rate {1 - misses / queries:.2%}", log.line()
+    assert line is not None and f"; 0 spilled pages held, {rate}, " in line and line.endswith("KiB fetched")
 
 
 @pytest.mark.parametrize("dcp", [1, 2])

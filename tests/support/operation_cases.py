@@ -147,6 +147,14 @@ def _block_experts(make: Make) -> Call:
     return (*make.experts(), stacked, make.blocks(EXPERTS, HIDDEN, 128), block_fp8(False, HIDDEN)), {}
 
 
+def _resolve_rows(make: Make) -> Call:
+    """8 resident and 8 spilled slots of each of T requests, none of these twice; 24 hot rows a request, some taken."""
+    where, row_of = torch.full((41, PAGE), -1).int(), torch.full((T + 1, 24), -1).int()
+    where.view(-1)[:48] = row_of.view(-1)[:48] = torch.arange(48)
+    slots = torch.cat((make.whole(64, T, 8), 64 + make.order(40 * PAGE)[: T * 8].view(T, 8)), dim=1)
+    return (slots, make.order(T), where, row_of, torch.zeros_like(row_of), make.whole(24, T + 1, 4).long(), 64), {}
+
+
 CASES: dict[str, Callable[[Make], Call]] = {
     "add_rms_norm": lambda m: ((m.normal(T, HIDDEN), m.normal(T, HIDDEN), m.normal(HIDDEN), 1e-6), {}),
     "apply_rope": lambda m: ((m.normal(T, HEADS, 16), *m.angles(8)), {"interleaved": True}),
@@ -173,6 +181,9 @@ CASES: dict[str, Callable[[Make], Call]] = {
          latent_format(128, 16, FP8), BF16), {},
     ),
     "expert_order": lambda m: ((m.whole(EXPERTS, T, TOP_K), EXPERTS), {}),
+    "fetch_rows": lambda m: (
+        (_pool(32, BF16), m.normal(20, PAGE, 32), m.order(20 * PAGE)[:T, None], _slots(m)[:, None]), {},
+    ),
     "gather_latent": lambda m: (
         (m.paged(latent_format(128, 16, FP8))[0], m.order(T), latent_format(128, 16, FP8), BF16), {},
     ),
@@ -192,6 +203,7 @@ CASES: dict[str, Callable[[Make], Call]] = {
     "quantize_rows_int8": lambda m: ((m.normal(T, HIDDEN),), {}),
     "quantized_linear, INT4": lambda m: ((m.normal(T, HIDDEN), (*m.int4(64, HIDDEN), None), W4A16), {}),
     "quantized_linear, INT8": lambda m: ((m.normal(T, HIDDEN), m.int8(64, HIDDEN), INT8), {}),
+    "resolve_rows": _resolve_rows,
     "rms_norm": lambda m: ((m.normal(T, HIDDEN), m.normal(HIDDEN), 1e-6), {}),
     "route": _route,
     "select_topk": lambda m: ((m.floats(T, 64), 16), {}),

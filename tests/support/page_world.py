@@ -28,11 +28,24 @@ class World:
     slots: int
     fetched: int
     disk: bool
+    spilled: int = 0  # further pages of a rank
+
+    @property
+    def all_pages(self) -> int:
+        return self.pages + self.spilled
 
     def schedulers(self) -> list[Scheduler]:
         made = [
             Scheduler(
-                Capacity(self.world, self.cp, self.pages, self.page_size, self.dcp),
+                Capacity(
+                    self.world,
+                    self.cp,
+                    self.pages,
+                    self.page_size,
+                    self.dcp,
+                    spilled=self.spilled,
+                    sets=-(-self.seqs * self.dcp // self.world) if self.spilled else 0,
+                ),
                 rank=rank,
                 max_num_seqs=self.seqs,
                 max_num_batched_tokens=self.tokens,
@@ -62,17 +75,22 @@ class Wish:
     leaves: int | None  # steps after which it ends, as by a closed stream
 
 
-def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, list[Wish]]:
+def crowd(rng: random.Random, tiers: int, large: bool = False, spills: bool = False) -> tuple[World, list[Wish]]:
     """Requests that need more than the cache together, so that runs preempt as a rule.
 
     Args:
         large: on 16 to 64 ranks, instead of 1 to 9.
+        spills: with hot rows, on 1 to 4 ranks.
     """
     page_size, pages = rng.randint(1, 4), rng.randint(3, 12)
     cp = rng.choice([1, 4, 16, 64]) if large else rng.choice([1, 2, 3, 4])
     dcp = rng.choice([size for size in (1, 1, 2, 3, 4, 8) if cp % size == 0])
+    spilled = 0
+    if spills:
+        pages, spilled, cp = rng.randint(4, 8), rng.randint(1, 12), rng.choice([1, 1, 2, 2, 4])
+        dcp = rng.choice([size for size in (1, 2, 2) if cp % size == 0])
     world = World(
-        world=max(cp, rng.choice([16, 32, 64])) if large else cp * rng.randint(1, 3),
+        world=max(cp, rng.choice([16, 32, 64])) if large else cp * rng.randint(1, 4 // cp if spills else 3),
         cp=cp,
         dcp=dcp,
         pages=pages,
@@ -85,8 +103,9 @@ def crowd(rng: random.Random, tiers: int, large: bool = False) -> tuple[World, l
         slots=0 if tiers < 2 else rng.choice([1, 3, 20]),
         fetched=rng.choice([1, 2, 100]),
         disk=tiers == 3,
+        spilled=spilled,
     )
-    room = pages * page_size * dcp
+    room = world.all_pages * page_size * dcp
     wishes = [
         Wish(
             document=rng.choice([0, 0, 1]),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsa_engine.commands.planner.search import Plan, Planner
 
 # Settings that an option fixes, by their names in a Deployment.
-FIXED = ("cp_size", "dcp_size", "tp_size", "chunk", "drafts", "weights", "cache")
+FIXED = ("cp_size", "dcp_size", "tp_size", "chunk", "drafts", "weights", "cache", "hot_rows")
 NOT_KNOWN = (
     "Modelled: no such run was measured. A range goes from the fastest kernels that are known to ours, as measured on\n"
     "one H100. The host was measured without a model, on a CPU (scripts/measure_host.py). Not counted: queueing,\n"
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--cp-size", "ranks that prefill a prompt together"),
         ("--dcp-size", "ranks of them that hold its cache together; default: 1, or the fewest with which it fits"),
         ("--tp-size", "ranks that divide embedding, o_proj and LM head"),
+        ("--hot-rows", "latent rows of a request on the device, whose others lie in host memory; default: all"),
         ("--chunk", "tokens of a rank in a prefill step (--max-num-batched-tokens of the engine)"),
     ):
         parser.add_argument(option, type=int, help=f"fix it: {about}")
@@ -131,6 +132,11 @@ def _rows(planner: Planner, plan: Plan, fast: Plan, missed: float) -> list[tuple
         held = planner.demand.longest * placed.token_bytes / how.dcp_size
         rows.append(("a request's cache on a rank", format_bytes(held)))
         rows.append(("sent by a rank in a layer's attention in decode", format_bytes(sent)))
+    if how.hot_rows:
+        rows.append(("hot_rows", f"{how.hot_rows:,}"))
+        rows.append(("a token on the device", f"{planner.placed(how).device_bytes:,} B"))
+        spilled = planner.placed(how).spilled(planner.demand.longest, decode.requests)
+        rows.append(("host memory of a rank", format_bytes(spilled)))
     for phase, one in (("prefill", prefill), ("decode", decode)):
         longest = sorted(one.stages, key=lambda name: -one.stages[name])[:2]
         total = sum(one.stages.values())

@@ -38,6 +38,7 @@ class Deployment:
     cache: str = "bfloat16"  # one of ``CACHES``
     drafts: int = 0  # in a decode step
     dcp_size: int = 1  # ranks of those that prefill a prompt together that hold its cache together
+    hot_rows: int = 0  # of a request, whose other latent rows lie in host memory; 0: all lie on the device
 
 
 class Placed:
@@ -68,6 +69,16 @@ class Placed:
         config = self.config.with_mtp(1) if self.how.drafts else self.config
         return cache_bytes_per_token(config, self.cache)
 
+    @cached_property
+    def latent_bytes(self) -> int:
+        """Those of its latent rows."""
+        return (self.config.num_hidden_layers + bool(self.how.drafts)) * self.cache.latent.row_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Those on the device; with hot rows all pages count as spilled ones."""
+        return self.token_bytes - (self.latent_bytes if self.how.hot_rows else 0)
+
     def cache_room(self, rows: int, dispatch: DispatchMethod = "all_gather") -> float:
         """Bytes that remain for caches on a rank with ``rows`` rows in a step; negative if the rest does not fit."""
         meeting = rows * (self.how.ranks if KINDS[dispatch].static_decode else min(self.how.ranks, 2))
@@ -76,14 +87,23 @@ class Placed:
 
     def cached(self, tokens: int, requests: int) -> float:
         """Bytes on a rank for ``requests`` requests of all ranks, of so many tokens each."""
-        each = cdiv(requests, self.how.ranks // self.how.dcp_size)  # requests of the ranks that hold them together
-        return each * tokens * self.token_bytes / self.how.dcp_size
+        hot = self._together(requests) * self.how.hot_rows * self.latent_bytes
+        return hot + self._together(requests) * tokens * self.device_bytes / self.how.dcp_size
+
+    def spilled(self, tokens: int, requests: int) -> float:
+        """Bytes of host memory on a rank for them."""
+        return self._together(requests) * tokens * (self.token_bytes - self.device_bytes) / self.how.dcp_size
+
+    def _together(self, requests: int) -> int:
+        """Requests of the ranks that hold them together."""
+        return cdiv(requests, self.how.ranks // self.how.dcp_size)
 
     def prefilled(self, tokens: int) -> float:
         """Bytes on a rank for a prompt that is prefilled: its pages, and rows of two layers that come from other
-        ranks."""
-        buffers = 2 * tokens * row_bytes(self.cache, indexer=self.config.has_indexer) * (self.how.dcp_size > 1)
-        return tokens * self.token_bytes / self.how.dcp_size + buffers
+        ranks or from host memory."""
+        comes = self.how.dcp_size > 1 or self.how.hot_rows > 0
+        buffers = 2 * tokens * row_bytes(self.cache, indexer=self.config.has_indexer) * comes
+        return tokens * self.device_bytes / self.how.dcp_size + buffers
 
     def decode_exchanges(self, rows: float) -> dict[bool, list[Exchange]]:
         """Collectives of a decode layer's attention with ``rows`` rows of each rank, with an indexer and without."""

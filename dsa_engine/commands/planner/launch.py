@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import textwrap
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         target = f"{model.rstrip('/').rpartition('/')[2]}-{weights}"
         words["convert"] = ["dsa-engine", "convert", model, target, "--quantize", weights]
         model = target
+    spilled = planner.placed(decode.how).spilled(demand.longest, decode.requests)
     drafting = {"method": "mtp", "num_speculative_tokens": decode.how.drafts}
     options = {
         "load-format": "dummy" if dummy else None,
@@ -38,6 +40,8 @@ def commands(planner: Planner, plan: Plan, model: str, hf_overrides: str, dummy:
         "cp-size": prefill.how.cp_size,
         "dcp-size": decode.how.dcp_size if decode.how.dcp_size > 1 else None,
         "tp-size": decode.how.tp_size,
+        "hot-rows": decode.how.hot_rows or None,
+        "host-cache-memory": f"{math.ceil(spilled / 2**30) + 1}GiB" if decode.how.hot_rows else None,
         "moe-dispatch": prefill.dispatch,
         "decode-dispatch": decode.dispatch,
         "speculative-config": json.dumps(drafting) if decode.how.drafts else None,

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -37,6 +39,10 @@ LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
 # theirs, and 9 in a layer with more, counted on the fake device (tests/engine/test_context_counts.py).
 CONTEXT_LAUNCHES = 11, 19
 PREFILL_LAUNCHES = 43  # of a layer and a micro-batch, see tests/engine/steps/test_prefill_cost.py
+# Bytes a second of a device and its host, of the 64 of PCIe 5.0 x16. The part of a selection that is in no hot row, by
+# hot rows in selections: the demo model's (benchmarks/results/hot_rows.json). Drafts share the selection.
+PCIE = 50e9
+MISSES = {1: 0.358, 1.5: 0.327, 2: 0.307, 3: 0.273, 4: 0.255, 8: 0.230, 16: 0.209}
 # Seconds of the host: a decode step, each request of the rank in it, each request of another rank; a prefill step
 # before its first launch, each token of the prompt. They are the "law" in benchmarks/results/host.json, an AMD EPYC's.
 HOST_DECODE = (0.508e-3, 14.8e-6, 0.0922e-6)
@@ -135,6 +141,10 @@ def predict_decode(placed: Placed, requests: int, demand: Demand, kernels: Kerne
         return _timed(placed, kernels, times(work, micro), dispatch, rows, micro, micro, decodes=True)
 
     stages, micro = _faster(seconds, own > 1 and how.ranks > 1)
+    if how.hot_rows:
+        topk = placed.config.index_topk
+        missed = float(np.interp(how.hot_rows / topk / (1 + how.drafts), [*MISSES], [*MISSES.values()]))
+        stages["rows from host memory"] = attended * missed * topk * placed.latent_bytes / PCIE
     host = HOST_DECODE[0] + HOST_DECODE[1] * own + HOST_DECODE[2] * (requests - own)
     stages["host"] = max(0.0, host - sum(stages.values()))
     room = placed.cache_room(own * (1 + how.drafts)) - placed.cached(demand.longest, requests)

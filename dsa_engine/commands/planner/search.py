@@ -76,6 +76,12 @@ class Planner:
         self._lacking: tuple[float, Deployment] | None = None
         if self.fixed.get("drafts") and not config.num_nextn_predict_layers:
             raise ValueError(f"--drafts {self.fixed['drafts']}: the model has no MTP module to make them")
+        self.hot_rows, least = self.fixed.get("hot_rows", 0), config.index_topk * (1 + self.fixed.get("drafts", 0))
+        if self.hot_rows and (not config.has_indexer or self.hot_rows < least):
+            raise ValueError(
+                f"--hot-rows {self.hot_rows}: "
+                + (f"a step may select {least} rows" if config.has_indexer else "the model selects no rows")
+            )
         stored, is_released = quantization_name(config.quantization) or "bfloat16", config.weight_block_size is not None
         self.stored = ("fp8", "bfloat16") if is_released else (stored,)  # formats that take no conversion
         weights = self.fixed.get("weights", stored)
@@ -126,6 +132,8 @@ class Planner:
 
     def _plans(self) -> Iterator[Plan]:
         drafts = self._choices("drafts", DRAFTS if self.config.num_nextn_predict_layers else (0,))
+        if self.hot_rows:  # as many as select no more
+            drafts = [number for number in drafts if self.hot_rows >= (1 + number) * self.config.index_topk]
         bases = list(self._formats())
         with progress_bar(len(bases), "deployments", "planning") as bar:
             for base in bases:
@@ -156,7 +164,8 @@ class Planner:
         )
         for ranks, weights, cache, tp_size in settings:
             if ranks % tp_size == 0 and ("cache" in self.fixed or cache == "bfloat16" or weights == "fp8"):
-                yield self._together(Deployment(ranks, tp_size=tp_size, weights=weights, cache=cache))
+                how = Deployment(ranks, tp_size=tp_size, weights=weights, cache=cache, hot_rows=self.hot_rows)
+                yield self._together(how)
 
     def _together(self, base: Deployment) -> Deployment:
         """With the smallest ``dcp_size`` with which a request fits: each rank more exchanges more in every layer."""

@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 
 from dsa_engine.kernels.runtime.transfer import upload
+from dsa_engine.model.pages.page_map import MovedPages, PageMap, PageWords
 from dsa_engine.parallel.group import Group
 
 
@@ -24,10 +25,11 @@ class PageExchange:
     Two layers have buffers, alternating: while one layer's pages are on the way, those of the layer before are stored.
     """
 
-    def __init__(self, pools: list[list[torch.Tensor]], group: Group, max_exchanged: int):
-        first = pools[0][0]
-        largest = max(sum(pool.shape[1] for pool in layer) for layer in pools)
-        self._pools, self._group = pools, group
+    def __init__(self, page_map: PageMap, group: Group, max_exchanged: int):
+        pools = page_map.layers
+        first = pools[0][0].on_device
+        largest = max(sum(pool.width for pool in layer) for layer in pools)
+        self._map, self._pools, self._group = page_map, pools, group
         self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
         self._stream = self._cuda.Stream(first.device)
         self._outgoing = first.new_empty(2, max_exchanged * largest)
@@ -41,11 +43,12 @@ class PageExchange:
         read and written."""
         self._send, self._receive = ([len(pages) for pages in theirs] for theirs in (sends, receives))
         self._join = join
+        self._map.overwrite([*chain(*receives)])
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            numbers = [torch.tensor([*chain(*pages)], dtype=torch.int64) for pages in (sends, receives)]
             self._sent, self._filled = (
-                upload(its, into.device, into[: len(its)]) for its, into in zip(numbers, self._numbers, strict=True)
+                self._map.moved(its, upload(torch.tensor(its, dtype=torch.int64), into.device, into[: len(its)]))
+                for its, into in zip(([*chain(*sends)], [*chain(*receives)]), self._numbers, strict=True)
             )
         self._arriving = self._started = 0
         self._start_next()
@@ -75,20 +78,20 @@ class PageExchange:
 
     def _rows(self, buffers: torch.Tensor, layer: int, counts: list[int]) -> torch.Tensor:
         """``[pages, words of a page of the layer]``."""
-        pages, width = sum(counts), sum(pool.shape[1] for pool in self._pools[layer])
+        pages, width = sum(counts), sum(pool.width for pool in self._pools[layer])
         return buffers[layer % 2, : pages * width].view(pages, width)
 
 
-def pack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+def pack(pools: Sequence[PageWords], pages: MovedPages, rows: torch.Tensor) -> None:
     """Copies pages of a layer into ``rows [n, words]``, a page's words of all pools side by side."""
     for pool, part in zip(pools, _columns(pools, rows), strict=True):
-        torch.index_select(pool, 0, pages, out=part)
+        pool.read(pages, part)
 
 
-def unpack(pools: Sequence[torch.Tensor], pages: torch.Tensor, rows: torch.Tensor) -> None:
+def unpack(pools: Sequence[PageWords], pages: MovedPages, rows: torch.Tensor) -> None:
     for pool, part in zip(pools, _columns(pools, rows), strict=True):
-        pool.index_copy_(0, pages, part)
+        pool.write(pages, part)
 
 
-def _columns(pools: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return rows.split([pool.shape[1] for pool in pools], dim=1)
+def _columns(pools: Sequence[PageWords], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return rows.split([pool.width for pool in pools], dim=1)

@@ -33,7 +33,9 @@ class PageLedger:
 
     Attributes:
         pools: of the groups of ``dcp_size`` neighbouring ranks that hold a request's pages together.
-        pages, slots: of each rank.
+        pages, slots, spilled: of each rank.
+        free_sets: of each pool, sets of hot rows that no request has; each has one, of its owner's pool, if there are
+            spilled pages.
         max_fetched: maximum number of pages that a rank sends, and of pages that it receives, in a step.
     """
 
@@ -46,16 +48,22 @@ class PageLedger:
         max_fetched: int = 1,
         forgotten: Callable[[bytes], None] | None = None,
         dcp_size: int = 1,
+        spilled: int = 0,
+        sets: int = 0,
     ):
+        self.spilled, self.free_sets = spilled, [[*range(sets - 1, -1, -1)] for _ in range(world_size // dcp_size)]
         self.pages, self.slots, self.max_fetched, self._rank, self.dcp_size = pages, slots, max_fetched, rank, dcp_size
         self.index = PageIndex(world_size // dcp_size, forgotten, slots > 0)
-        self.pools = [PagePool(pages, slots, self.index, n, dcp_size) for n in range(world_size // dcp_size)]
+        sizes = dcp_size, spilled
+        self.pools = [PagePool(pages, slots, self.index, n, *sizes) for n in range(world_size // dcp_size)]
         self._held: dict[Request, dict[int, array[int]]] = {}  # by request and pool
         self._fetches: dict[Request, deque[Fetch]] = {}  # by request whose rows are not all there
 
     @property
     def free(self) -> list[int]:
-        """Of each pool, cached pages included."""
+        """Of each pool, cached pages included, and spilled ones."""
+        if self.spilled:
+            return [pool.free + pool.free_spilled for pool in self.pools]
         return [pool.free for pool in self.pools]
 
     def pool_of(self, rank: int) -> int:
@@ -123,15 +131,25 @@ class PageLedger:
             for some, pools in zip(hits, groups, strict=True)
         ]
 
-    def begin(self, request: Request, pools: Sequence[int], numbers: Ints, count: int) -> Counter[int]:
+    def begin(
+        self,
+        request: Request,
+        pools: Sequence[int],
+        numbers: Ints,
+        count: int,
+        make_room: Callable[[int, Ints], Ints] | None = None,
+    ) -> Counter[int]:
         """Gives a request its first ``count`` pages in all pools of its group, which begin with those of digests
         (:meth:`usable`), which at least one of them has; the caller has checked that enough are free. Returns, by pool,
-        the number of pages that it has to fetch."""
+        the number of pages that it has to fetch. ``make_room``: see :meth:`.PagePool.begin`."""
         absent: dict[int, list[int]] = {}  # by page: the pools that lack it
         held: dict[int, array[int]] = {}
         for pool in pools:
             its = self.pools[pool]
-            held[pool], missing = its.begin(numbers, count) if len(numbers) else (its.fresh(count), [])
+            if len(numbers) or make_room is not None:
+                held[pool], missing = its.begin(numbers, count, make_room)
+            else:
+                held[pool], missing = its.fresh(count), []
             self._give(request, pool, held[pool])
             for index in missing:
                 absent.setdefault(index, []).append(pool)
@@ -171,7 +189,7 @@ class PageLedger:
             for page, slot in zip(pages.tolist(), slots.tolist(), strict=True)
             if page % size == rank % size
         ]
-        for pool in self.pools if self.slots else ():
+        for pool in self.pools if self.slots or self.spilled else ():
             pool.copies = []  # the other ranks make their own
         own = [chunk for chunk in chunks if chunk.fetches and rank in chunk.ranks]
         ranks = own[0].ranks if own else range(0)
@@ -204,8 +222,28 @@ class PageLedger:
             if pool == self._rank // self.dcp_size:
                 request.pages = ()
         if pools is None:
-            self._held.pop(request, None)
+            if self._held.pop(request, None) is not None and self.spilled:
+                self.free_sets[request.owner // self.dcp_size].append(request.hot_set)
             self._fetches.pop(request, None)
+
+    def enter(self, request: Request) -> None:
+        """Gives a request that has its first pages a set of hot rows in its owner's pool."""
+        request.hot_set = self.free_sets[request.owner // self.dcp_size].pop()
+
+    def first_pages(self, request: Request, pool: int, count: int) -> Ints:
+        return np.array(self._held[request][pool][:count], np.int64)
+
+    def spill(self, request: Request, pool: int, first: int, limit: int) -> int:
+        """Spills at most ``limit`` of a request's ``first`` first pages in a pool; returns how many."""
+        its, held, pages = self.pools[pool], self._held[request][pool], self.first_pages(request, pool, first)
+        at = its.spillable(pages).nonzero()[0][:limit]
+        moved = its.spill(pages[at])
+        if spilled := int((moved != pages[at]).sum()):
+            pages[at] = moved
+            self._held[request][pool] = new = as_array(pages) + held[first:]
+            if pool == self._rank // self.dcp_size:
+                request.pages = new  # another array, see BlockTables.rows; steps in flight have the one before
+        return spilled
 
     def _give(self, request: Request, pool: int, pages: array[int]) -> None:
         of_request = self._held.setdefault(request, {})

@@ -27,6 +27,7 @@ from dsa_engine.engine.requests.samples import Ints
 from dsa_engine.kernels.formats.cache_format import CacheFormat
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache, pool_page_bytes
+from dsa_engine.model.pages.page_map import PageMap
 from dsa_engine.parallel.disaggregation import PageGroups
 
 # A layer of 128K tokens from 8 ranks, in bfloat16, is one message. Both ranks of a link cut pages by this.
@@ -51,11 +52,12 @@ def by_rank(id: int, pages: Ints, ours: npt.NDArray[np.bool_], ranks: Ints) -> l
 class _Carrier:
     """The buffer, stream and communicator of a rank, which its links use in turn."""
 
-    def __init__(self, pools: list[list[torch.Tensor]], groups: PageGroups, sends: bool):
-        first = pools[0][0]
-        self._widths = [sum(pool.shape[1] for pool in layer) for layer in pools]
+    def __init__(self, page_map: PageMap, groups: PageGroups, sends: bool):
+        pools = page_map.layers
+        first = pools[0][0].on_device
+        self._widths = [sum(pool.width for pool in layer) for layer in pools]
         largest = max(self._widths)
-        self._pools, self._groups, self._sends = pools, groups, sends
+        self._map, self._pools, self._groups, self._sends = page_map, pools, groups, sends
         self._pages = _message_pages(largest * first.element_size())
         self._buffer = first.new_empty(self._pages * largest)
         self._numbers = first.new_empty(self._pages, dtype=torch.int64)
@@ -92,19 +94,20 @@ class _Carrier:
         device = self._groups.device
         with self._cuda.stream(self._stream), torch.inference_mode():
             for first in range(0, len(pages), self._pages):
-                numbers = torch.tensor(pages[first : first + self._pages], dtype=torch.int64)
-                numbers = upload(numbers, self._numbers.device, self._numbers[: len(numbers)])
-                sizes = [len(numbers) * self._widths[layer] for layer in layers]
+                some = pages[first : first + self._pages]
+                numbers = torch.tensor(some, dtype=torch.int64)
+                moved = self._map.moved(some, upload(numbers, self._numbers.device, self._numbers[: len(some)]))
+                sizes = [len(some) * self._widths[layer] for layer in layers]
                 message = self._buffer[: sum(sizes)]
-                parts = [rows.view(len(numbers), -1) for rows in message.split(sizes)]
+                parts = [rows.view(len(some), -1) for rows in message.split(sizes)]
                 if self._sends:
                     for layer, rows in zip(layers, parts, strict=True):
-                        pack(self._pools[layer], numbers, rows)
+                        pack(self._pools[layer], moved, rows)
                     device.exchange([(message, rank)], [])
                 else:
                     device.exchange([], [(message, rank)])
                     for layer, rows in zip(layers, parts, strict=True):
-                        unpack(self._pools[layer], numbers, rows)
+                        unpack(self._pools[layer], moved, rows)
             self.end().synchronize()
 
 
@@ -176,7 +179,7 @@ class _Transfers:
 
     def __init__(self, cache: KVCache, groups: PageGroups):
         self._page_bytes, self._layers = cache.page_bytes, len(cache.latent)
-        self._carrier = _Carrier(cache.page_words(), groups, self._sends)
+        self._carrier = _Carrier(cache.page_map, groups, self._sends)
         self._links: dict[int, PageLink] = {}  # by the other rank's number in the run
         self._under_way: list[tuple[list[RankPages], Done]] = []
         self.bytes_moved = 0

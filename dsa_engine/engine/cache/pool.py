@@ -4,6 +4,10 @@ The ranks of the group hold a request's pages together, each page on one of them
 rank times the size of the group, plus the index of the rank in the group; so is the number of a slot of host memory.
 A request's pages lie on the ranks in turn, where there is room.
 
+Further pages of a rank may be *spilled*: their index keys are on the device, their latent rows in host memory. Their
+numbers follow those of the resident pages of all ranks, and they are free, held or cached like these, in an order of
+their own.
+
 A full page is known by its digest (:class:`.PageDigests`): requests whose prompts begin alike hold the same pages. A
 page that no request holds keeps its digest and its rows until it is needed. With host memory for pages, its rows are
 then copied there, and come back when a request begins with them.
@@ -26,7 +30,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class PageCopy(NamedTuple):
-    """A page of all layers, from the device to a slot of its rank's host memory or back."""
+    """A page of all layers, from the device to a slot of its rank's host memory or back. A page that spills has the
+    slot -1 - q, if q is the spilled page that gets its rows."""
 
     to_host: bool
     page: int
@@ -52,6 +57,16 @@ class PageMoves:
     sends: list[list[int]] = field(default_factory=list)
     receives: list[list[int]] = field(default_factory=list)
     exchanges: bool = False  # whether any rank of the group sends; then all of them take part in one collective a layer
+
+
+class Room(NamedTuple):
+    """See :meth:`PagePool.room_beside`."""
+
+    absent: int  # how many of the pages are neither here nor in host memory
+    resident: Ints  # [ranks], free pages; so the next
+    spilled: Ints
+    hits: Ints  # the pages that are here
+    unheld: Ints  # the resident ones of them that no request holds
 
 
 class PageIndex:
@@ -249,46 +264,71 @@ class PagePool:
     """Free pages are used before cached ones, the lowest first and returned ones again first. Cached pages are evicted
     in the order of their last use. Digests are given by their numbers in the index.
 
+    A *region* is a rank's resident pages or its spilled ones: first come the regions of the former, by rank, then those
+    of the latter.
+
     Args:
-        pages, slots: of each rank.
+        pages, slots, spilled: of each rank.
         number: of the pool in the index.
         size: number of ranks.
     """
 
-    def __init__(self, pages: int, slots: int = 0, index: PageIndex | None = None, number: int = 0, size: int = 1):
+    def __init__(
+        self,
+        pages: int,
+        slots: int = 0,
+        index: PageIndex | None = None,
+        number: int = 0,
+        size: int = 1,
+        spilled: int = 0,
+    ):
         self._index, self._number, self._size, self._slots = index or PageIndex(), number, size, slots
         self.host = HostSlots(slots, self._index, number, size)
         self.copies: list[PageCopies] = []  # to and from the host, with which the next step begins, in their order
         # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
+        self._resident, self._regions = pages * size, size if not spilled else 2 * size
+        pages += spilled
+        if spilled:
+            last = (pages - 1) * size
+            self.unused += [array("i", range(last + rank, self._resident - 1, -size)) for rank in range(size)]
         self._stamps = np.full(pages * size, -1, np.int32)
-        self._cached = [_Cached(self._stamps) for _ in range(size)]
+        self._cached = [_Cached(self._stamps) for _ in range(self._regions)]
         self._shared = np.zeros(pages * size, np.int32)  # number of further requests that hold a page
         self._digest_of = np.full(pages * size, -1, np.int32)  # number of a page's digest; -1: it has none
 
     @property
     def free(self) -> int:
-        """Pages that :meth:`take` can hand out: free and cached ones."""
+        """Resident pages that :meth:`take` can hand out: free and cached ones."""
         if self._size == 1:
             return len(self.unused[0]) + self._cached[0].count
         return sum(map(self._free_of, range(self._size)))
 
+    @property
+    def free_spilled(self) -> int:
+        """The same of spilled pages."""
+        return sum(map(self._free_of, range(self._size, self._regions)))
+
     def _free_of(self, rank: int) -> int:
         return len(self.unused[rank]) + self._cached[rank].count
 
-    def take(self, count: int, after: int | None = None) -> Ints:
+    def take(self, count: int, after: int | None = None, region: int = 0) -> Ints:
         """Hands out ``count`` pages of the ranks in turn, from the rank after that of page ``after``, or from that with
-        the most free pages; raises ``RuntimeError`` if fewer are free. What they held is copied to host memory, if
-        there is any."""
-        if count > self.free:
-            raise RuntimeError(f"{count} pages asked for, {self.free} are free")
+        the most free pages; raises ``RuntimeError`` if fewer are free. If resident ones are short, the first are
+        spilled ones. What resident ones held is copied to host memory, if there is any. ``region``: the first rank's;
+        if that of its spilled pages, only such are handed out."""
+        if not region and (short := count - self.free) > 0:
+            if short > self.free_spilled:
+                raise RuntimeError(f"{count} pages asked for, {self.free + self.free_spilled} are free")
+            first = self.take(short, after, self._size)
+            return np.concatenate((first, self.take(count - short, int(first[-1]))))
         if self._size == 1:
-            return self._take_of(0, count)
-        turns = self._turns(count, after)
+            return self._take_of(region, count)
+        turns = self._turns(count, after, region)
         pages = np.empty(count, np.int64)
         for rank in range(self._size):
             mine = turns == rank
-            pages[mine] = self._take_of(rank, int(mine.sum()))
+            pages[mine] = self._take_of(region + rank, int(mine.sum()))
         return pages
 
     def fresh(self, count: int) -> array[int]:
@@ -301,9 +341,9 @@ class PagePool:
         del unused[len(unused) - count :]
         return pages
 
-    def _turns(self, count: int, after: int | None) -> Ints:
+    def _turns(self, count: int, after: int | None, region: int = 0) -> Ints:
         """The rank of each of ``count`` new pages; a full one is left out."""
-        size, room, turns = self._size, [*map(self._free_of, range(self._size))], list[int]()
+        size, room, turns = self._size, [*map(self._free_of, range(region, region + self._size))], list[int]()
         first = room.index(max(room)) if after is None else after + 1
         order = [(first + rank) % size for rank in range(size)]
         while len(turns) < count:
@@ -314,21 +354,21 @@ class PagePool:
                 room[rank] -= rounds
         return np.array(turns[:count], np.int64)
 
-    def _take_of(self, rank: int, count: int) -> Ints:
-        unused = self.unused[rank]
+    def _take_of(self, region: int, count: int) -> Ints:
+        unused = self.unused[region]
         rest = max(0, len(unused) - count)
         pages = np.array(unused[rest:], np.int64)[::-1]
         del unused[rest:]
         if count == len(pages):
             return pages
-        evicted = self._cached[rank].take(count - len(pages))
+        evicted = self._cached[region].take(count - len(pages))
         numbers = self._digest_of[evicted].astype(np.int64)
         self._digest_of[evicted] = self._index.page[self._number, numbers] = -1
-        if self._slots:
-            copied, slots = self.host.put(numbers, rank)
+        if self._slots and region < self._size:
+            copied, slots = self.host.put(numbers, region)
             self.copies.append(PageCopies(True, evicted[copied], slots))
-        else:
-            self._index.lose(self._number, numbers)
+        else:  # a spilled page may have a copy in host memory, from which it came
+            self._index.lose(self._number, numbers[self.host.slots_of(numbers) < 0] if self._slots else numbers)
         return np.concatenate((pages, evicted))
 
     def fits(self, numbers: Ints, pages: int, room: int) -> bool:
@@ -349,21 +389,28 @@ class PagePool:
         count = len(numbers)
         for rank in range(self._size if count else 0):
             its = ((taken >= 0) & (taken % self._size == rank)).nonzero()[0]
-            if len(its) > (room := self._free_of(rank)):
+            if len(its) > (room := sum(map(self._free_of, range(rank, self._regions, self._size)))):
                 count = min(count, int(its[room]))
         return count
 
-    def begin(self, numbers: Ints, count: int) -> tuple[array[int], list[int]]:
+    def begin(
+        self, numbers: Ints, count: int, make_room: Callable[[int, Ints], Ints] | None = None
+    ) -> tuple[array[int], list[int]]:
         """Hands out a request's first ``count`` pages, which begin with those of these digests; the caller has checked
-        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here."""
+        that enough are free. Returns the pages, and the indices of those among the digests whose rows are not here.
+        ``make_room``: called with the pool's number and the pages that are here, once they are held, to free resident
+        ones; returns them, as some may have spilled."""
         pages = self._index.page[self._number, numbers].astype(np.int64)
-        hits = pages[pages >= 0]
+        here = pages >= 0
+        hits = pages[here]
         cached = self._stamps[hits] >= 0
         self._shared[hits[~cached]] += 1
-        for rank, some in by_rank(hits[cached], self._size):  # held before any page is taken: they are not evicted
-            self._cached[rank].remove(some)
-        brought, slots = self._bring(pages, numbers) if self._slots else 2 * (np.empty(0, np.int64),)
+        for region, some in self._by_region(hits[cached]):  # held before any page is taken: they are not evicted
+            self._cached[region].remove(some)
+        brought, slots = self._bring(pages, numbers, count) if self._slots else 2 * (np.empty(0, np.int64),)
         absent = (pages < 0).nonzero()[0]
+        if make_room is not None:
+            pages[here] = make_room(self._number, hits)
         new = self.take(len(absent) + count - len(numbers))
         pages[absent] = new[: len(absent)]
         if len(brought):
@@ -372,15 +419,62 @@ class PagePool:
             self.name(pages[brought], numbers[brought])
         return as_array(np.concatenate((pages, new[len(absent) :]))), absent.tolist()
 
-    def _bring(self, pages: Ints, numbers: Ints) -> tuple[Ints, Ints]:
-        """Takes a page for each digest that is in host memory only; returns their indices and their slots, locked."""
+    def _bring(self, pages: Ints, numbers: Ints, count: int) -> tuple[Ints, Ints]:
+        """Takes a page for each digest that is in host memory only: a spilled one if resident ones are short; returns
+        their indices and their slots, locked."""
         brought = (pages < 0).nonzero()[0]
         slots = self.host.slots_of(numbers[brought])
+        short = self._regions > self._size and len(brought) + count - len(numbers) > self.free
         brought, slots = brought[slots >= 0], self.host.lock(slots)
         for rank in range(self._size):
             its = brought[slots % self._size == rank]
+            if self._regions > self._size:
+                wanted = len(its) if short else max(0, len(its) - self._free_of(rank))
+                spilled = min(wanted, self._free_of(self._size + rank))
+                pages[its[:spilled]] = self._take_of(self._size + rank, spilled)
+                its = its[spilled:]
             pages[its] = self._take_of(rank, len(its))
         return brought, slots
+
+    def spillable(self, pages: Ints) -> npt.NDArray[np.bool_]:
+        """Which of these held pages are resident, and held by one request only."""
+        return (pages < self._resident) & (self._shared[pages] == 0)
+
+    def spill(self, pages: Ints) -> Ints:
+        """Moves the rows and digests of held pages (:meth:`spillable`), the first ones, to spilled pages of the same
+        ranks, as many as are free, and takes the former back. Returns the pages that are held now."""
+        moved, size = pages.copy(), self._size
+        for rank in range(size):
+            its = (pages % size == rank).nonzero()[0][: self._free_of(size + rank)]
+            old, new = pages[its], self._take_of(size + rank, len(its))
+            moved[its] = new
+            self.copies.append(PageCopies(True, old, -1 - new))
+            numbers = self._digest_of[old]
+            self._digest_of[old], self._digest_of[new] = -1, numbers
+            self._index.page[self._number, numbers[numbers >= 0]] = new[numbers >= 0]
+            self.unused[rank].extend(as_array(old[::-1]))
+        return moved
+
+    def room_beside(self, numbers: Ints) -> Room:
+        """What a request leaves that begins with the pages of these digests, before it takes others."""
+        size, pages = self._size, self._index.page[self._number, numbers].astype(np.int64)
+        absent = numbers[pages < 0]
+        slots = self.host.slots_of(absent) if self._slots else absent[:0]
+        back = slots[slots >= 0] % size
+        hits = pages[pages >= 0]
+        cached = hits[self._stamps[hits] >= 0]
+        regions = cached % size + size * (cached >= self._resident)
+        free = np.array([*map(self._free_of, range(self._regions))]) - np.bincount(regions, minlength=self._regions)
+        resident, spilled = free[:size], free[size:]
+        brought = np.bincount(back, minlength=size)
+        in_spilled = np.minimum(spilled, brought)
+        return Room(
+            len(absent) - len(back),
+            resident - (brought - in_spilled),
+            spilled - in_spilled,
+            hits,
+            cached[cached < self._resident],
+        )
 
     def name(self, pages: Ints, numbers: Ints) -> None:
         """Records the digests of held pages whose rows are complete. A digest keeps its first page."""
@@ -404,10 +498,18 @@ class PagePool:
         self._shared[pages[shared]] -= 1
         pages = pages[~shared]
         named = self._digest_of[pages] >= 0
-        for rank, some in by_rank(pages[named], self._size):
-            self._cached[rank].add(some)
-        for rank, some in by_rank(pages[~named], self._size):
-            self.unused[rank].extend(as_array(some))
+        for region, some in self._by_region(pages[named]):
+            self._cached[region].add(some)
+        for region, some in self._by_region(pages[~named]):
+            self.unused[region].extend(as_array(some))
+
+    def _by_region(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
+        if self._regions == self._size:
+            yield from by_rank(pages, self._size)
+            return
+        for spilled in (False, True):
+            some = pages[(pages >= self._resident) == spilled]
+            yield from ((rank + self._size * spilled, its) for rank, its in by_rank(some, self._size))
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the

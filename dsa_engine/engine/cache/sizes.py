@@ -15,9 +15,11 @@ from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.cache.exchange import exchange_bytes
 from dsa_engine.engine.cache.folder import VERSION, PageFolder
 from dsa_engine.engine.cache.transfer import HostPages, PageTransfer, staging_bytes
-from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.limits import least_resident, pages_for
 from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import CacheFormat
+from dsa_engine.kernels.rows.resolve_rows import COLUMNS
+from dsa_engine.kernels.runtime.integers import cdiv
 from dsa_engine.model.kv_cache import KVCache, cache_bytes_per_token, pool_page_bytes
 from dsa_engine.model.model import Model
 from dsa_engine.options import EngineOptions
@@ -47,13 +49,8 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     """Number of pages of the cache: the minimum over the ranks of what fits, but no more than can be used.
     ``token_bytes``: bytes of one token in the caches of all layers."""
     page_size = options.page_size
-    one = page_size * token_bytes
-    if options.cache_memory is None:
-        memory = default_cache_memory(mesh.device, options.gpu_memory_utilization, for_steps)
-    else:
-        memory = parse_bytes(options.cache_memory, "cache_memory")
-    useful = math.ceil(options.max_num_seqs * pages_for(max_model_len, page_size) / mesh.dcp.size)
-    pages = min(mesh.all_gather_int(min(memory // one, useful)))
+    one, memory = page_size * token_bytes, _cache_memory(options, mesh, for_steps)
+    pages = min(mesh.all_gather_int(min(memory // one, _useful_pages(options, mesh, max_model_len))))
     if pages == 0:
         replicas = options.parallel.redundant_experts
         raise CapacityError(
@@ -65,12 +62,51 @@ def affordable_pages(options: EngineOptions, mesh: Mesh, max_model_len: int, tok
     return pages
 
 
+def _cache_memory(options: EngineOptions, mesh: Mesh, for_steps: int) -> int:
+    if options.cache_memory is None:
+        return default_cache_memory(mesh.device, options.gpu_memory_utilization, for_steps)
+    return parse_bytes(options.cache_memory, "cache_memory")
+
+
+def _useful_pages(options: EngineOptions, mesh: Mesh, max_model_len: int) -> int:
+    return math.ceil(options.max_num_seqs * pages_for(max_model_len, options.page_size) / mesh.dcp.size)
+
+
+class HotBytes(NamedTuple):
+    """Bytes on a rank, in all layers, of hot rows and of pages that spill."""
+
+    rows: int  # of the hot rows of all sets, and their tables
+    page: int  # of a resident page
+    keys: int  # of a spilled page on the device: its index keys, and where its rows are
+    latent: int  # of a spilled page in host memory
+
+    @classmethod
+    def of(cls, config: ModelConfig, format: CacheFormat, page_size: int, sets: int, hot_rows: int) -> HotBytes:
+        layers, selecting = len(config.indexer_types), config.indexer_types.count("full")
+        latent, page = page_size * format.latent.row_bytes * layers, page_size * cache_bytes_per_token(config, format)
+        # As HotRows has them, with a set and a page of padding: int32 for each spilled row its hot row, for each hot
+        # row its row, and when it was used.
+        tables = 4 * page_size + (sets + 1) * (8 * hot_rows + 8 * COLUMNS)
+        rows = cdiv(sets * hot_rows, page_size) * latent + tables * selecting
+        return cls(rows, page, page - latent + 4 * page_size * selecting, latent)
+
+    def divide(self, memory: int, host: int, useful: int) -> tuple[int, int]:
+        """Numbers of resident and of spilled pages, ``useful`` ones together, in ``memory`` on the device and ``host``
+        bytes of host memory: spilled ones take at most three quarters of the former, and leave a page of the latter."""
+        memory = max(0, memory - self.rows)
+        lacking = cdiv(max(1, useful - memory // self.page) * self.page, self.page - self.keys)
+        spilled = max(0, min((host - self.page) // self.latent, memory * 3 // 4 // self.keys, lacking))
+        return min(useful, (memory - spilled * self.keys) // self.page), spilled
+
+
 class TierSizes(NamedTuple):
     """Sizes in pages, the same on every rank."""
 
     host: int  # pages in host memory that have left the device, or that the disk has brought
     to_disk: int  # further pages in host memory, on their way to the disk
     exchanged: int  # maximum number of pages that a rank sends, or receives, in a step; 0: ranks exchange none
+    spilled: int = 0  # pages in host memory but for their index keys
+    sets: int = 0  # of hot rows, for the requests of the ranks that hold pages together
 
     @classmethod
     def of(
@@ -94,6 +130,33 @@ class TierSizes(NamedTuple):
         own = math.ceil(pages_for(max_model_len, options.page_size) / mesh.cp_size)
         transit = max(1, min(own, _TRANSIT // page_bytes))
         return cls(memory // page_bytes or transit, transit, exchanged)
+
+    def with_hot_rows(
+        self,
+        options: EngineOptions,
+        mesh: Mesh,
+        config: ModelConfig,
+        format: CacheFormat,
+        max_model_len: int,
+        for_steps: int,
+    ) -> tuple[int, TierSizes]:
+        """The number of resident pages, and these sizes where some may spill to ``host_cache_memory``."""
+        page_size, sets = options.page_size, cdiv(options.max_num_seqs * mesh.dcp.size, mesh.world_size)
+        of = HotBytes.of(config, format, page_size, sets, options.hot_rows)
+        memory, useful = _cache_memory(options, mesh, for_steps), _useful_pages(options, mesh, max_model_len)
+        host = parse_bytes(options.host_cache_memory or 0, "host_cache_memory")
+        spilled = min(mesh.all_gather_int(of.divide(memory, host, useful)[1]))
+        rest = max(0, memory - of.rows - spilled * of.keys) // of.page
+        pages, least = min(mesh.all_gather_int(min(useful, rest))), least_resident(options.num_drafts, page_size)
+        if not spilled or pages < least:
+            raise CapacityError(
+                f"the caches are too small for hot_rows {options.hot_rows:,}: {sets} sets of them take "
+                f"{format_bytes(of.rows)} of {format_bytes(memory)}, a resident page of {page_size} tokens "
+                f"{format_bytes(of.page)} and a spilled one {format_bytes(of.keys)}, and {format_bytes(of.latent)} of "
+                f"host_cache_memory; so there are {pages} resident pages of at least {least}, and {spilled} spilled "
+                "ones of at least 1; raise cache_memory or host_cache_memory, or lower hot_rows or max_num_seqs"
+            )
+        return pages, self._replace(host=(host - spilled * of.latent) // of.page, spilled=spilled, sets=sets)
 
     def device_bytes(self, mesh: Mesh, config: ModelConfig, format: CacheFormat, page_size: int) -> int:
         layers = pool_page_bytes(config, format, page_size)

@@ -1,80 +1,47 @@
 """A rank's pages between device and host memory and between ranks, beside the steps that use them, layer by layer.
 
 On CUDA copies run on a stream of their own: a copy engine moves neighbouring slots at once, to and from a staging
-buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once.
+buffer on the device, and a kernel brings them from and to their pages. On a CPU the same is done at once. A page that
+spills goes through the same buffer: its latent rows to host memory, its index keys to those of another page.
 """
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from dsa_engine.engine.cache.exchange import PageExchange
 from dsa_engine.engine.cache.pool import PageCopy, PageMoves
-from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.kv_cache import KVCache
+from dsa_engine.model.pages.page_map import MovedPages, PageMap, PageWords, Spans, host_memory, neighbours
 from dsa_engine.parallel.group import Group
 
-_ADVICE = "lower host_cache_memory, which each rank takes"
 _STAGING_BYTES = 32 << 20
 _INDICES = 1 << 16  # copies whose page numbers are on the device at a time
-
-Spans = list[tuple[int, int, int]]  # runs of neighbours among pairs of numbers: the first number of each, and count
 
 
 class HostPages:
     """Room for ``slots`` pages of all layers of ``cache``, in pinned memory if its device is CUDA. ``pools``: for every
     layer its latent rows and, with an indexer, its index keys: ``[slots, words of a page]``, integers as in
-    ``KVCache.page_words``."""
+    :class:`.PageMap`."""
 
     def __init__(self, cache: KVCache, slots: int):
-        words = cache.page_words()
+        words = cache.page_map.layers
         self.slots = slots
-        self.page_bytes = sum(pool[0].nbytes for pool in chain(*words))
+        self.page_bytes = cache.page_bytes
         self.bytes = slots * self.page_bytes
-        flat = torch.frombuffer(self._allocate(), dtype=words[0][0].dtype)
-        if cache.latent[0].is_cuda:
-            self._pin(flat)
-        parts = iter(flat.split([slots * pool.shape[1] for pool in chain(*words)]))
+        flat = host_memory(self.bytes, slots, self if cache.latent[0].is_cuda else None)
+        parts = iter(flat.view(words[0][0].on_device.dtype).split([slots * pool.width for pool in chain(*words)]))
         self.pools = [[next(parts).view(slots, -1) for _ in layer] for layer in words]
         self._bytes = [pool.view(torch.uint8).numpy() for pool in chain(*self.pools)]
 
     def parts(self, slot: int) -> list[memoryview]:
         """The bytes of a slot, writable: layer 0's latent rows, its index keys if it has them, layer 1's, …"""
         return [pool[slot].data for pool in self._bytes]
-
-    def _allocate(self) -> mmap.mmap:
-        """Memory of whole pages of the operating system, given when it is touched: pinned as it is, without the
-        rounding up of PyTorch's allocator of pinned memory."""
-        try:
-            memory = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise CapacityError(
-                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be allocated ({error}); "
-                f"{_ADVICE}"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-            with suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
-
-    def _pin(self, flat: torch.Tensor) -> None:
-        runtime, address = torch.cuda.cudart(), flat.data_ptr()
-        failure = int(runtime.cudaHostRegister(address, self.bytes, 0))
-        if failure:
-            raise CapacityError(
-                f"{self.bytes:,} bytes of host memory for {self.slots:,} pages could not be pinned (CUDA error "
-                f"{failure}); {_ADVICE}: pinned memory cannot be swapped, and ranks of a node share it"
-            )
-        # Not at the exit of the process, when the runtime may be gone.
-        weakref.finalize(self, runtime.cudaHostUnregister, address).atexit = False
 
 
 def staging_bytes(largest: int) -> int:
@@ -115,44 +82,40 @@ def independent_runs(copies: Iterable[PageCopy]) -> list[CopyRun]:
     return [run for run in runs if run.pairs]
 
 
-def neighbours(pairs: Iterable[tuple[int, int]]) -> Spans:
-    """Runs of sorted pairs in which both numbers are consecutive."""
-    spans: Spans = []
-    for one, other in pairs:
-        first, second, count = spans[-1] if spans else (0, 0, -1)
-        if (one, other) == (first + count, second + count):
-            spans[-1] = first, second, count + 1
-        else:
-            spans.append((one, other, 1))
-    return spans
-
-
 class HostCopies:
     """Copies run in order: after all work that the current stream was given before :meth:`start`, and, layer by layer,
     before the work that it is given after :meth:`join`. ``wait``: blocks until all copies so far are done; any thread
     may call it."""
 
-    def __init__(self, pools: list[list[torch.Tensor]], host: HostPages):
-        first = pools[0][0]
-        largest = max(pool[0].nbytes for pool in chain(*pools))
-        self._pools, self._host = pools, host
+    def __init__(self, page_map: PageMap, host: HostPages):
+        pools = page_map.layers
+        first = pools[0][0].on_device
+        largest = max(pool.page_bytes for pool in chain(*pools))
+        self._map, self._pools, self._host = page_map, pools, host
         self._cuda = torch.get_device_module(first.device)  # on a CPU torch.cpu, whose streams do nothing
         self._stream = self._cuda.Stream(first.device)
         self._ends: list[Any] = [None] * len(pools)  # for each layer, the event that the main stream has to wait for
         self._staged = _staged_pages(largest)
         self._staging = first.new_empty(self._staged * largest // first.element_size())
         self._indices = first.new_empty(_INDICES, dtype=torch.int64)
+        self._spilled_bytes = sum(pool.page_bytes for pool in chain(*pools) if pool.in_host is not None)
         self.wait: Callable[[], None] = lambda: None
         self.bytes_to_host = self.bytes_from_host = 0
 
     def start(self, copies: Sequence[PageCopy]) -> None:
-        to_host = sum(copy.to_host for copy in copies)
-        self.bytes_to_host += to_host * self._host.page_bytes
-        self.bytes_from_host += (len(copies) - to_host) * self._host.page_bytes
+        to_host, spills = sum(copy.to_host for copy in copies), 0
+        if self._map.spills:
+            spills = sum(copy.slot < 0 for copy in copies)
+            self._map.overwrite([into for copy in copies if (into := _written(copy)) is not None])
+        self.bytes_to_host += (to_host - spills) * self._map.page_bytes + spills * self._spilled_bytes
+        self.bytes_from_host += (len(copies) - to_host) * self._map.page_bytes
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            for first in range(0, len(copies), _INDICES):
-                self._run(copies[first : first + _INDICES])
+            # Spills and other copies may name the same pages, so they stay in order.
+            for spill, some in groupby(copies, lambda copy: copy.slot < 0) if spills else ((False, copies),):
+                part, run = [*some], self._spill if spill else self._run
+                for first in range(0, len(part), _INDICES // (1 + spill)):
+                    run(part[first : first + _INDICES // (1 + spill)])
         self.wait = self._end().synchronize
 
     def join(self, layer: int) -> None:
@@ -166,9 +129,7 @@ class HostCopies:
             for run in independent_runs(copies)
             for first in range(0, len(run.pairs), self._staged)
         ]
-        numbers = torch.tensor([page for piece in pieces for _, page in piece.pairs])
-        numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
-        pages = numbers.split([len(piece.pairs) for piece in pieces])
+        pages = self._moved([[page for _, page in piece.pairs] for piece in pieces])
         spans = [neighbours((slot, index) for index, (slot, _) in enumerate(piece.pairs)) for piece in pieces]
         for layer, (pools, hosts) in enumerate(zip(self._pools, self._host.pools, strict=True)):
             for pool, host in zip(pools, hosts, strict=True):
@@ -176,22 +137,50 @@ class HostCopies:
                     self._copy(piece.to_host, its_pages, its_spans, pool, host)
             self._ends[layer] = self._end()
 
-    def _copy(self, to_host: bool, pages: torch.Tensor, spans: Spans, pool: torch.Tensor, host: torch.Tensor) -> None:
+    def _spill(self, copies: Sequence[PageCopy]) -> None:
+        """Resident pages to spilled ones; none of them is both. Of those that go to the same page the last counts."""
+        source_of = {-1 - copy.slot: copy.page for copy in copies}
+        targets = sorted(source_of)  # neighbours go to host memory at once
+        pieces = [targets[first : first + self._staged] for first in range(0, len(targets), self._staged)]
+        both = self._moved([*([source_of[page] for page in piece] for piece in pieces), *pieces])
+        for layer, pools in enumerate(self._pools):
+            for pool in pools:
+                for source, target in zip(both[: len(pieces)], both[len(pieces) :], strict=True):
+                    staged = self._staged_rows(source, pool)
+                    pool.read(source, staged)
+                    pool.write(target, staged)
+            self._ends[layer] = self._end()
+
+    def _moved(self, parts: Sequence[Sequence[int]]) -> list[MovedPages]:
+        numbers = torch.tensor([*chain(*parts)])
+        numbers = upload(numbers, self._indices.device, self._indices[: len(numbers)])
+        split = numbers.split([*map(len, parts)])
+        return [self._map.moved(part, on_device) for part, on_device in zip(parts, split, strict=True)]
+
+    def _staged_rows(self, pages: MovedPages, pool: PageWords) -> torch.Tensor:
+        return self._staging[: len(pages.numbers) * pool.width].view(-1, pool.width)
+
+    def _copy(self, to_host: bool, pages: MovedPages, spans: Spans, pool: PageWords, host: torch.Tensor) -> None:
         """The spans are of slots and of indices in ``pages``."""
-        staged = self._staging[: len(pages) * pool.shape[1]].view(-1, pool.shape[1])
+        staged = self._staged_rows(pages, pool)
         if to_host:
-            torch.index_select(pool, 0, pages, out=staged)
+            pool.read(pages, staged)
         for slot, index, count in spans:
             some, slots = staged[index : index + count], host[slot : slot + count]
             into, source = (slots, some) if to_host else (some, slots)
             into.copy_(source, non_blocking=True)
         if not to_host:
-            pool.index_copy_(0, pages, staged)
+            pool.write(pages, staged)
 
     def _end(self) -> Any:
         event = self._cuda.Event()
         event.record(self._stream)
         return event
+
+
+def _written(copy: PageCopy) -> int | None:
+    """The page that a copy writes: a spilled one gets the rows of a resident one."""
+    return -1 - copy.slot if copy.slot < 0 else None if copy.to_host else copy.page
 
 
 class PageTransfer:
@@ -203,10 +192,9 @@ class PageTransfer:
     """
 
     def __init__(self, cache: KVCache, group: Group, host: HostPages | None, max_exchanged: int):
-        pools = cache.page_words()
-        self.host, self._layers = host, len(pools)
-        self.copies = HostCopies(pools, host) if host else None
-        self._exchange = PageExchange(pools, group, max_exchanged) if max_exchanged else None
+        self.host, self._layers = host, len(cache.page_map.layers)
+        self.copies = HostCopies(cache.page_map, host) if host else None
+        self._exchange = PageExchange(cache.page_map, group, max_exchanged) if max_exchanged else None
         self._under_way = False  # whether there may be moves that a layer has to wait for
         cache.before_use.append(self.arrive)
 

@@ -186,6 +186,11 @@ class Decoding:
                 request.draft_stats += [(offered, accepted)] * int(self._accepted[slot, offered, accepted])
             self._accepted[slot] = 0
 
+    def computed(self, request: Request) -> int:
+        """Number of a request's tokens that certainly stay, and whose rows the steps in flight compute."""
+        row = self._row(request)
+        return int(self.table.length[row] - self.table.unverified[row]) - 1
+
     # A step is planned and launched.
 
     @property

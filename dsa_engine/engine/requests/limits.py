@@ -23,6 +23,12 @@ def pages_for(tokens: int, page_size: int) -> int:
     return cdiv(tokens, page_size)
 
 
+def least_resident(num_drafts: int, page_size: int) -> int:
+    """Number of resident pages of a rank with which a request alone always has one for its next step: more than pages
+    after :meth:`Capacity.front_pages`, with the drafts of the steps in flight."""
+    return 4 + cdiv(5 * num_drafts, page_size)
+
+
 @dataclass(frozen=True)
 class Capacity:
     """Size of the caches of all ranks, and what fits in them when they are empty."""
@@ -33,11 +39,13 @@ class Capacity:
     page_size: int
     dcp_size: int = 1  # ranks that hold a request's pages together
     fewest: int | None = None  # the smallest limit of the run, where a request passes through two parts of it
+    spilled: int = 0  # further pages of a rank, whose latent rows lie in host memory
+    sets: int = 0  # of hot rows of a group, one for each request that runs there; 0: without hot rows
 
     @property
     def limit(self) -> int:
         """Maximum number of pages of a request."""
-        return self.pages * self.dcp_size if self.fewest is None else self.fewest
+        return (self.pages + self.spilled) * self.dcp_size if self.fewest is None else self.fewest
 
     def max_pages(self, prompt_len: int, max_tokens: int) -> int:
         """Maximum number of pages that a request may hold; the last sampled token never enters the cache."""
@@ -49,16 +57,22 @@ class Capacity:
         limit = len(request.prompt) + request.max_tokens - 1
         return pages_for(max(len(request), min(len(request) + max(0, num_drafts - 1), limit)), self.page_size)
 
+    def front_pages(self, computed: int) -> int:
+        """Number of a request's first pages that no step writes again, after so many tokens whose rows are final: all
+        but the page of the last one and the page before."""
+        return max(0, (computed - 1) // self.page_size - 1)
+
     def check(self, prompt_len: int, max_tokens: int, what: str = "this request", need: int | None = None) -> None:
         """Checks that a request of this size can run, if alone; or ``what``, which need ``need`` pages of one of
         the groups that hold them."""
         need = self.max_pages(prompt_len, max_tokens) if need is None else need
         if need > self.limit:
+            memory = "cache_memory and host_cache_memory" if self.spilled else "cache_memory"
             has = f" of {self.dcp_size} ranks together" if self.dcp_size > 1 else ""
             raise CapacityError(
                 f"the cache is too small for {what}: {prompt_len} prompt tokens and up to {max_tokens} new ones "
                 f"({prompt_len + max_tokens} in all) need {need} pages of {self.page_size} tokens, the cache{has} "
-                f"has {self.limit}; raise cache_memory by a factor of {need / self.limit:.2f}, or take fewer requests "
+                f"has {self.limit}; raise {memory} by a factor of {need / self.limit:.2f}, or take fewer requests "
                 "or tokens"
             )
 

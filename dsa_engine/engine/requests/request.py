@@ -139,6 +139,7 @@ class Request:
     cp_group: int = 0  # the context-parallel group that prefills it
     owner: int = 0  # the rank that decodes it
     pages: Sequence[int] = ()  # on this rank; another one holds it in other pages or not at all
+    hot_set: int = 0  # of hot rows, of the ranks that hold its pages together, while it runs
     finish_reason: str | None = None  # this and the next two: see Ending
     error: str | None = None
     stop_reason: int | str | None = None

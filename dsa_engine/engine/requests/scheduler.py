@@ -6,10 +6,10 @@ agree.
 The ranks of one context-parallel group prefill a request. The neighbours of ``dcp_size`` among them hold its pages
 together; while it is prefilled, each such group has them all, then its owner's group keeps them, and the owner decodes
 it. A request enters with the pages for its whole prefill, so no prefill waits for memory half-way, and takes each
-further page when it decodes into it. If its owner's group has no free page, the last request with pages there is
-preempted: it loses all pages, returns to the queue, and is later prefilled again, prompt and output so far. Tokens
-whose pages are found in the prefix cache are not computed again: their rows are on the device, in host memory behind
-it, or on another rank of the group.
+further page when it decodes into it. If its owner's group has no free page, pages spill if there are hot rows
+(``spilling.py``). If none can, the last request with pages there is preempted: it loses all pages, returns to the
+queue, and is later prefilled again, prompt and output so far. Tokens whose pages are found in the prefix cache are not
+computed again: their rows are on the device, in host memory behind it, or on another rank of the group.
 
 Requests have an order, by priority and then by arrival. Among those of one priority the fewest tokens left to prefill
 overtake, but the larger part of each step is filled in order (``PrefillStep``), so that a wait is bounded by the tokens
@@ -48,6 +48,7 @@ from dsa_engine.engine.requests.prefill import (
 )
 from dsa_engine.engine.requests.request import Chunk, Request
 from dsa_engine.engine.requests.samples import DecodeStep, Ints, Samples
+from dsa_engine.engine.requests.spilling import BATCH, Spilling
 from dsa_engine.errors import CapacityError
 
 if TYPE_CHECKING:  # needs packages of the extra "serve"
@@ -124,9 +125,10 @@ class Scheduler:
         self._rank, self._eos_token_ids = rank, eos_token_ids
         self.capacity = capacity
         forgotten = None if events is None else events.forgotten
-        self.ledger = PageLedger(
-            rank, capacity.world_size, capacity.pages, host_pages, max_fetched_pages, forgotten, capacity.dcp_size
-        )
+        sizes = capacity.world_size, capacity.pages, host_pages, max_fetched_pages
+        spilled = capacity.spilled, capacity.sets
+        self.ledger = PageLedger(rank, *sizes, forgotten, capacity.dcp_size, *spilled)
+        self.spilling = Spilling(self.ledger, self._front) if capacity.spilled else None
         self._pools = [*map(self.ledger.pools_of, self._groups)]  # of each group
         self.prefix_cache = PrefixCache(self.ledger, capacity.page_size, enable_prefix_caching, events)
         self.page_sources: list[DiskLoads] = []
@@ -171,7 +173,7 @@ class Scheduler:
     @property
     def cache_usage(self) -> float:
         """Fraction of the pages of all ranks that requests hold."""
-        return 1 - sum(self.free_pages) / (self.capacity.world_size * self.ledger.pages)
+        return 1 - sum(self.free_pages) / (self.capacity.world_size * (self.ledger.pages + self.ledger.spilled))
 
     def add(self, request: Request) -> None:
         """Queues a request that can run (``capacity.check``)."""
@@ -192,6 +194,11 @@ class Scheduler:
         request.expected_output = self._lengths.expected(request)
         need, ranks = pages_for(request.num_prefill_tokens, self.capacity.page_size), range(self.capacity.world_size)
         fits = [r for r in ranks if free[pool := ledger.pool_of(r)] - load.reserved_pages[pool] >= need]
+        hot, none, front = self.spilling, ledger.index.find(()), 0
+        if hot is not None:
+            front = self.capacity.front_pages(len(request) - self.prefix_cache.lookahead)
+            asks = none, need, front, load.reserved_pages
+            fits = [rank for rank in ranks if hot.fits([ledger.pool_of(rank)], *asks)]
         if self.num_running >= self._max_num_seqs or not fits:
             raise CapacityError(
                 f"no room to fill the cache of another request of {len(request.prompt)} tokens: "
@@ -199,8 +206,12 @@ class Scheduler:
                 "cache_memory or max_num_seqs"
             )
         owner = choose_owner(request, fits, load, free, self.capacity)
-        ledger.take(request, ledger.pool_of(owner), need)
         request.cp_group, request.owner = owner // len(self._groups[0]), owner
+        if hot is not None:
+            hot.room_for(need, front)(ledger.pool_of(owner), none)
+        ledger.take(request, ledger.pool_of(owner), need)
+        if hot is not None:
+            ledger.enter(request)
         request.num_computed_tokens = request.num_prefill_tokens
         self.decoding.enter(request, need)
 
@@ -336,12 +347,16 @@ class Scheduler:
         """The next tokens of all requests that decode, once these have pages; some may be preempted for the others."""
         while refused := self.decoding.give_pages(self.ledger.give):
             for pool in {self.ledger.pool_of(request.owner) for request in refused}:
+                if self.spilling is not None and self.spilling.spill(pool, BATCH):
+                    continue
                 self.preempt(last := max(self._preemptible(pool), key=_order))
                 if self.preemptions & (self.preemptions - 1) == 0:  # the 1st, 2nd, 4th, 8th, …
                     message = (
-                        "the caches are full: request %s loses its pages and is computed again; raise cache_memory"
+                        "the caches are full: request %s loses its pages and is computed again; raise cache_memory%s"
                     )
-                    logging.getLogger(__name__).warning(message, last.id)
+                    other = ", or let pages spill to host_cache_memory (hot_rows)"
+                    instead = other if self.ledger.slots and self.spilling is None else ""
+                    logging.getLogger(__name__).warning(message, last.id, instead)
         return self.decoding.step()
 
     def _preemptible(self, pool: int) -> Iterable[Request]:
@@ -360,6 +375,12 @@ class Scheduler:
         request.preemptions += 1
         self.preemptions += 1
 
+    def _front(self, request: Request) -> int:
+        """See :class:`.Spilling`."""
+        decodes = request in self.decoding
+        computed = self.decoding.computed(request) if decodes else request.num_computed_tokens
+        return self.capacity.front_pages(computed - self.prefix_cache.lookahead)
+
     def _load(self) -> RankLoad:
         return RankLoad.of(self.decoding, self._prefilling, self.ledger, self.capacity)
 
@@ -371,18 +392,28 @@ class Scheduler:
         room = [*map(sub, free, load.reserved_pages.tolist())]
         pages = self.capacity.first_pages(request, self.num_drafts)
         hits = ledger.usable(usable, self._pools)
-        fits = {}
+        fits, hot, front = {}, self.spilling, 0
+        if hot is not None:
+            front = self.capacity.front_pages(len(request) - self.prefix_cache.lookahead)
         for number, pools in enumerate(self._pools):
-            enough = pages <= min(room[pools[0] : pools[-1] + 1])  # as a rule, whatever is held
-            if step.has_room(number) and (
-                enough or all(ledger.pools[pool].fits(hits[number], pages, room[pool]) for pool in pools)
-            ):
+            if not step.has_room(number):
+                continue
+            if hot is not None:
+                has_room = hot.fits(pools, hits[number], pages, front, load.reserved_pages)
+            else:
+                enough = pages <= min(room[pools[0] : pools[-1] + 1])  # as a rule, whatever is held
+                has_room = enough or all(ledger.pools[pool].fits(hits[number], pages, room[pool]) for pool in pools)
+            if has_room:
                 fits[number] = self.capacity.page_size * len(hits[number])
         if not fits:
             return False
         request.cp_group = group = choose_group(fits, self._groups, self._prefilling, load)
-        absent = ledger.begin(request, self._pools[group], hits[group], pages)
-        request.owner = choose_owner(request, self._groups[group], load, free, self.capacity, absent)
+        make_room = None if hot is None else hot.room_for(pages, max(front, len(hits[group])))
+        absent = ledger.begin(request, self._pools[group], hits[group], pages, make_room)
+        ranks = self._groups[group] if hot is None else hot.owners(self._groups[group])
+        request.owner = choose_owner(request, ranks, load, free, self.capacity, absent)
+        if hot is not None:
+            ledger.enter(request)
         self._queue.remove(request)
         self.prefix_cache.admitted(request, len(hits[group]))
         request.num_tokens_found, request.credit = 0, min(request.credit, request.num_remaining)

@@ -196,7 +196,7 @@ class Drafter:
         buffers = self._buffers.get(key.bucket)
         if buffers is None:
             buffers = self._buffers[key.bucket] = _Buffers(key.bucket, self.passes)
-        block_tables_of(step.of_group or [chunks], self._cache.block_tables, buffers.tables.shape, out=buffers.tables)
+        block_tables_of(step.of_group or [chunks], self._cache, buffers.tables.shape, out=buffers.tables)
         self._load(buffers, key, chunks, before, masks)
         # A copy: another graph may use the same memory before this table is read.
         table = graphs.run(key, lambda: self._step(buffers, key)).clone()

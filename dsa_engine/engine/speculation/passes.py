@@ -193,7 +193,7 @@ class Passes(ABC):
         for hook in self._hooks:
             hook(plan)
         shape = self.cache.block_tables.shape(bucket.requests, bucket.context)
-        tables = block_tables_of(of_group, self.cache.block_tables, shape)
+        tables = block_tables_of(of_group, self.cache, shape)
         missing = bucket.requests - len(own)
         columns = upload(F.pad(chunk_columns(own, page_size, width), (0, 0, 0, missing)), self.mesh.device)
         max_visible = [chunk.start + width for chunk in own] + [width] * missing

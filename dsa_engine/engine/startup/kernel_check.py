@@ -67,7 +67,7 @@ def check_kernels(
     libraries.use(in_use)
     if max(mesh.all_gather_int(int(not finished))):  # all ranks or none, as layers have collectives
         with progress(None, "kernels", "comparing with references") as bar:
-            _compare(model, stored, path, tokens, bar)
+            _compare(model, stored, path, tokens, bar, options.hot_rows)
     else:
         logger.info("kernels were compared with their references before, for this device and model: %s", path)
     # Only what every rank has chosen is used: a rank may have found it wrong.
@@ -108,17 +108,19 @@ def trial_tokens(config: ModelConfig) -> int:
 
 
 @torch.inference_mode()
-def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
+def try_steps(model: Model, stored: CacheFormat, tokens: int, hot_rows: int = 0) -> Iterator[str]:
     """Runs two steps through one layer of each kind, on all ranks together; yields the name of each step after it.
 
-    The steps are a prefill of ``tokens`` tokens on each context-parallel group, and a decode step on each rank.
+    The steps are a prefill of ``tokens`` tokens on each context-parallel group, and a decode step on each rank; with
+    ``hot_rows`` its requests have all pages but the last among the spilled ones.
     """
     config, mesh = model.config, model.runtime.mesh
     layers = layers_of_each_kind(config)
     pages = pages_for(tokens + 1, _PAGE_SIZE)
     with torch.random.fork_rng(devices=[]):
         ids = torch.randint(config.vocab_size, (tokens + 1,), generator=torch.Generator().manual_seed(0)).tolist()
-    cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device, mesh.dcp)
+    sets = mesh.dcp.size if hot_rows else 0
+    cache = KVCache(config, stored, pages, _PAGE_SIZE, mesh.device, mesh.dcp, pages * bool(hot_rows), sets, hot_rows)
     for pool in (*cache.latent, *cache.index_keys):
         if pool is not None:
             pool.zero_()  # the same steps each time, whatever the memory held
@@ -126,19 +128,27 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     def run(batch: ForwardBatch | MicroBatchPair) -> None:
         model.logits(model(batch, cache, layers)[-1:])
 
-    def request(number: int, index: int = 0) -> Request:
-        return Request(number, ids, SamplingParams(), pages=[*range(pages - 1), pages - 1 + index])
+    def request(number: int, index: int = 0, spilled: int = 0) -> Request:
+        first = spilled * mesh.dcp.size
+        return Request(number, ids, SamplingParams(), pages=[*range(first, first + pages - 1), pages - 1 + index])
 
     of = mesh.rank, mesh.world_size, config
     groups, ranks = range(mesh.world_size // mesh.cp_size), mesh.dcp.ranks
     prefill = [Chunk(request(group), 0, tokens, mesh.cp_ranks(group)) for group in groups]
     run(build_batch(StepPlan.of(prefill, *of), config, mesh, cache, None, repeats=False))
     yield "prefill"
-    if cache.group is None:
+    for latent, host, keys in zip(cache.latent, cache.host_latent, cache.index_keys, strict=False):
+        host.copy_(latent[:pages])
+        if keys is not None:
+            keys[pages:] = keys[:pages]
+    if cache.group is None and cache.hot is None:
         decode = [Chunk(request(rank), tokens, 1, range(rank, rank + 1)) for rank in range(mesh.world_size)]
         run(build_batch(StepPlan.of(decode, *of), config, mesh, cache, None, repeats=False))
     else:  # each request ends in a page of its own
-        decode = [Chunk(request(rank, i), tokens, 1, range(rank, rank + 1), 1) for i, rank in enumerate(ranks)]
+        requests = [request(rank, i, cache.spilled) for i, rank in enumerate(ranks)]
+        for i, one in enumerate(requests):
+            one.hot_set = i
+        decode = [Chunk(one, tokens, 1, range(one.id, one.id + 1), 1) for one in requests]
         each = np.arange(mesh.world_size)
         samples = Samples.by_rank(each, each, np.ones_like(each), mesh.world_size, -1)
         step = DecodeStep(decode, samples, np.full_like(each, tokens), 0, 0)
@@ -146,7 +156,7 @@ def try_steps(model: Model, stored: CacheFormat, tokens: int) -> Iterator[str]:
     yield "decode"
 
 
-def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, bar: Any) -> None:
+def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, bar: Any, hot_rows: int = 0) -> None:
     """Replaces each kernel that differs from its reference, and stores what is replaced."""
     begun = [""]  # names of kernels
 
@@ -159,7 +169,7 @@ def _compare(model: Model, stored: CacheFormat, path: Path, tokens: int, bar: An
     logger.info("comparing the kernels with their references, once for this device and model")
     try:
         with operation.compared(comparison):
-            for _ in try_steps(model, stored, tokens):
+            for _ in try_steps(model, stored, tokens, hot_rows):
                 if model.runtime.device.type == "cuda":
                     torch.cuda.synchronize(model.runtime.device)
     except RuntimeError as error:
@@ -203,7 +213,12 @@ def _file_of(
         driver = getattr(torch._C, "_cuda_getDriverVersion", int)()
         about += [properties.name, torch.cuda.get_device_capability(device), torch.version.cuda, driver]
         about += libraries.installations()
-    about += [options.dtype, options.quantization, sorted(asdict(config).items(), key=lambda item: item[0])]
+    about += [
+        options.dtype,
+        options.quantization,
+        options.hot_rows,
+        sorted(asdict(config).items(), key=lambda item: item[0]),
+    ]
     digest = hashlib.blake2b(repr(about).encode(), digest_size=12)
     if device.type == "cpu" and not INTERPRETED and cpu.library() is not None:  # perhaps only another rank has one
         digest.update(cpu.digest().encode())

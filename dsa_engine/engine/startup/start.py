@@ -35,6 +35,7 @@ from dsa_engine.engine.startup.weights import (
     load_model,
     mtp_modules,
     refuse_extra_layers,
+    refuse_hot_rows,
     refuse_variant,
     why_dense,
 )
@@ -155,6 +156,7 @@ def prepare(folder: Path, options: EngineOptions) -> Prepared:
     device = choose_device(options.device, one_part=options.parallel.prefill_ranks is None)
     dtype = DTYPES.get(options.dtype, config.dtype if device.type == "cuda" else torch.float32)
     refuse_variant(options, device, dtype)
+    refuse_hot_rows(options, config.with_mtp(modules))
     config = replace(config, batch_invariant=options.batch_invariant)
     options = chosen_options(options, config.with_mtp(modules), max_model_len, device, dtype)
     same, options = partial(start_facts, folder, options), own_options(options)
@@ -216,7 +218,10 @@ def size(prepared: Prepared, loaded: Loaded) -> Sized:
     others = [for_steps or 0, tiers.device_bytes(mesh, cached, format, options.page_size)]
     others += [PageSender.device_bytes(cached, format, options.page_size)] if side else []
     token_bytes = cache_bytes_per_token(cached, format)
-    pages = affordable_pages(options, mesh, prepared.max_model_len, token_bytes, sum(others))
+    if options.hot_rows:
+        pages, tiers = tiers.with_hot_rows(options, mesh, cached, format, prepared.max_model_len, sum(others))
+    else:
+        pages = affordable_pages(options, mesh, prepared.max_model_len, token_bytes, sum(others))
     return Sized(pages, tiers, side, captures, for_steps)
 
 
@@ -232,13 +237,15 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
     """Makes the engine and its parts; ``fewest``: of the pages of all ranks, if one part prefills and one decodes."""
     options, mesh, model, side = prepared.options, prepared.mesh, loaded.model, sized.side
     with enough_memory("the caches", "lower cache_memory"):
-        cache = KVCache(prepared.cached, prepared.format, sized.pages, options.page_size, mesh.device, mesh.dcp)
+        sizes = sized.pages, options.page_size, mesh.device, mesh.dcp
+        hot = sized.tiers.spilled, sized.tiers.sets, options.hot_rows
+        cache = KVCache(prepared.cached, prepared.format, *sizes, *hot)
     _log_cache(prepared, cache)
     transfer = sized.tiers.transfer(cache, mesh)
     if side:
         side.connect(cache, len(model.layers))
     scheduler = (side.scheduler if side else Scheduler)(
-        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, mesh.dcp.size, fewest),
+        Capacity(mesh.world_size, mesh.cp_size, cache.pages, options.page_size, mesh.dcp.size, fewest, *hot[:2]),
         rank=mesh.rank,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -247,7 +254,7 @@ def make(prepared: Prepared, loaded: Loaded, sized: Sized, fewest: int | None) -
         host_pages=sized.tiers.host,
         max_fetched_pages=sized.tiers.exchanged,
         # Of which each rank has a layer's rows at a time.
-        max_context=None if cache.group is None else prepared.max_model_len,
+        max_context=None if cache.group is None and not cache.spilled else prepared.max_model_len,
         eos_token_ids=prepared.config.eos_token_ids,
         events=prepared.events,
     )
@@ -296,13 +303,14 @@ def capture(prepared: Prepared, engine: Engine) -> None:
 
 
 def _log_cache(prepared: Prepared, cache: KVCache) -> None:
-    tokens, ranks = cache.pages * cache.page_size, prepared.mesh.world_size
+    tokens, ranks = (cache.pages + cache.spilled) * cache.page_size, prepared.mesh.world_size
     how = f" in {cache.format.name.upper()}" if cache.format.coded else ""
     limit = "" if prepared.on_cuda else " (a limit: memory is taken as it fills)"
     together = f", each {prepared.mesh.dcp.size} of which hold a request together" if prepared.mesh.dcp.size > 1 else ""
+    spills = f", the latent rows of {cache.spilled * cache.page_size:,} in host memory" if cache.spilled else ""
     text = (
         f"cache of each rank: {tokens:,} tokens in pages of {cache.page_size}, {format_bytes(cache.bytes)}{how}{limit}"
-        f"; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "
+        f"{spills}; room for {ranks * tokens / prepared.max_model_len:.2f} requests of max_model_len "
         f"{prepared.max_model_len:,} on {ranks} rank(s){together}"
     )
     logger.info("%s", text)

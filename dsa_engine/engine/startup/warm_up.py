@@ -194,7 +194,8 @@ def step_bytes(
     prefill += uneven_bytes(config, mesh, options.max_num_batched_tokens, runner.dtype, words)
     if stored.index_key is not None:  # a step of several requests sees more tokens than one of these
         prefill += max_tokens(token, stored.latent, model.runtime.workspace) * stored.latent.width * token.itemsize
-    if runner.cache.group is not None:  # the pages of dummy requests are few: buffers of two layers, and what is sent
+    # The pages of dummy requests are few: buffers of two layers, and what is sent.
+    if runner.cache.group is not None or options.hot_rows:
         pages = pages_for(steps.max_model_len, options.page_size)
         page = max(map(sum, pool_page_bytes(config.with_mtp(len(model.mtp)), stored, options.page_size)))
         prefill += 2 * page * (pages + pages_for(pages, mesh.dcp.size))

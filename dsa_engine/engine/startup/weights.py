@@ -81,6 +81,26 @@ def refuse_variant(options: EngineOptions, device: torch.device, dtype: torch.dt
             )
 
 
+def refuse_hot_rows(options: EngineOptions, config: ModelConfig) -> None:
+    """Raises ``ValueError`` if ``hot_rows`` are too few, or layers select none that they could hold. ``config``: with
+    the MTP modules that draft."""
+    # Rows of a request in a step, and in a pass of several modules that draft (``passes.py``).
+    several = len(config.indexer_types) - config.num_hidden_layers > 1
+    rows = max(1 + options.num_drafts, 2 * options.num_drafts if several else 0)
+    least = rows * config.index_topk
+    if options.hot_rows and "none" in config.indexer_types:
+        raise ValueError(
+            f"hot_rows is {options.hot_rows}, and {config.model_type!r} has layers that read all tokens of a context: "
+            "they select none that hot rows could hold; leave hot_rows out"
+        )
+    if 0 < options.hot_rows < least:
+        raise ValueError(
+            f"hot_rows is {options.hot_rows}: a step selects index_topk {config.index_topk} rows for a token, and "
+            f"computes up to {rows} of a request with {options.num_drafts} drafts; give at least {least}, or 0 to keep "
+            "all rows on the device"
+        )
+
+
 def why_dense(folder: Path, config: ModelConfig, options: EngineOptions, max_model_len: int) -> str | None:
     """Why the indexer is never used, although the checkpoint has one; None if it is, or there is none."""
     if config.has_indexer:

@@ -12,6 +12,7 @@ import torch
 
 from dsa_engine.config.model import ModelConfig
 from dsa_engine.engine.requests.limits import pages_for
+from dsa_engine.engine.requests.request import Chunk
 from dsa_engine.engine.steps.plan import RankPlan, StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.kernel import WATCHES
@@ -31,8 +32,8 @@ def build_batch(
     """This rank's tensors for a step, or those of its micro-batches. The block tables of its requests are updated; for
     ``sampled`` see :func:`known_ids`. ``repeats``: on CUDA, layers repeat the launches of those before."""
     on_cuda, buffers = mesh.device.type == "cuda", None
-    if cache.group is not None and step.own.chunks:
-        assert step.decode is None, "decode steps of ranks that hold contexts together are padded"
+    if step.own.chunks and (cache.group is not None or (cache.spilled and _has_spilled(step.own.chunks, cache))):
+        assert step.decode is None, "decode steps of ranks with spilled or distributed pages are padded"
         parts = [(chunk.request.pages, chunk.start, chunk.end) for chunk in step.own.chunks if chunk.length]
         buffers = LayerBuffers(cache, parts, config.num_hidden_layers)
     repeats = repeats and on_cuda and WATCHES and buffers is None
@@ -56,17 +57,19 @@ def _whole(
     unsent: list[Callable[[], None]] | None = None,
 ) -> ForwardBatch:
     plan, device, rows, tables = step.own, mesh.device, step.rows, cache.block_tables
-    # At least one row: no collective of a group without tokens is empty.
-    tp_rows, cp_rows, ep_rows = [max(1, *rows[[*group.ranks]].tolist()) for group in (mesh.tp, mesh.cp, mesh.ep)]
     gathers = any(len(chunk.ranks) > 1 for chunk in plan.chunks)
+    # A rank alone with buffers stores its rows as a group of one does.
+    group = mesh.cp if gathers or buffers is None else mesh.dcp
+    # At least one row: no collective of a group without tokens is empty.
+    tp_rows, cp_rows, ep_rows = [max(1, *rows[[*one.ranks]].tolist()) for one in (mesh.tp, group, mesh.ep)]
     of_pools: list[torch.Tensor] = []
     if buffers is None or not plan.chunks:
         pages = [chunk.request.pages for chunk in plan.chunks]
         table_rows, width, host = tables.rows(pages), max(map(len, pages), default=0), tables.host
-        slots = gathered_slots(step, mesh.cp, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
+        slots = gathered_slots(step, group, tables, table_rows) if gathers else own_slots(plan, tables, table_rows)
         on_device = tables.gather(table_rows, width) if step.decodes else host[table_rows, :width]
     else:
-        host, slots, *of_pools = _buffer_tables(step, mesh.cp, cache.page_size, buffers)
+        host, slots, *of_pools = _buffer_tables(step, group, cache.page_size, buffers)
         table_rows, on_device = [*range(len(host))], host
     ids = plan.token_ids(tp_rows)
     mha = MHASegments.of([s._replace(sequence=table_rows[s.sequence]) for s in plan.mha], host, cache.page_size)
@@ -75,10 +78,11 @@ def _whole(
     made = [*config.rope.cos_sin(plan.positions), slots, *(x for one in forms for x in (one.sequences, one.visible))]
     made += () if mha is None else (mha.cu_seqlens_q.on_device, mha.cu_seqlens_k.on_device, mha.key_slots)
     made += of_pools
-    made += (() if step.decodes else (on_device,)) + (() if sampled is not None else (ids,))
+    tables_there = step.decodes and not of_pools
+    made += (() if tables_there else (on_device,)) + (() if sampled is not None else (ids,))
     cos, sin, slots, *columns = upload_together(made, device)
     ids = columns.pop() if sampled is None else known_ids(ids, sampled, device)
-    on_device = on_device if step.decodes else columns.pop()
+    on_device = on_device if tables_there else columns.pop()
     pool_slots = columns.pop() if of_pools else None
     dense, sparse = (replace(one, sequences=columns[2 * i], visible=columns[2 * i + 1]) for i, one in enumerate(forms))
     batch = ForwardBatch(
@@ -91,7 +95,7 @@ def _whole(
         sparse_mqa=sparse,
         block_tables=on_device,
         slot_mapping=slots,
-        gathers=mesh.cp if gathers else None,
+        gathers=group if gathers or of_pools else None,
         cp_rows=cp_rows,
         tp_rows=tp_rows,
         ep_rows=ep_rows,
@@ -104,6 +108,13 @@ def _whole(
     )
     batch.pieces = Pieces() if repeats else None
     return batch
+
+
+def _has_spilled(chunks: Sequence[Chunk], cache: KVCache) -> bool:
+    """Whether any page with rows of these chunks, or that they see, is spilled."""
+    counts = (pages_for(chunk.end, cache.page_size) if chunk.length else 0 for chunk in chunks)
+    pages = (chunk.request.pages[:count] for chunk, count in zip(chunks, counts, strict=True))
+    return any(max(of_chunk, default=0) >= cache.pages for of_chunk in pages)
 
 
 class _Numbers(NamedTuple):

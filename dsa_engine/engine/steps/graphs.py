@@ -104,7 +104,7 @@ class DecodeGraphs:
             tables = torch.zeros(shape, dtype=torch.int32, device=device)
             self._inputs[bucket] = _Inputs(rows, tables, *torch.zeros(2, bucket.rows, dtype=torch.int64, device=device))
         rows, tables, positions, token_ids = self._inputs[bucket]
-        block_tables_of(step.of_group or [step.own.chunks], cache.block_tables, tables.shape, out=tables)
+        block_tables_of(step.of_group or [step.own.chunks], cache, tables.shape, out=tables)
         upload(step.own.positions, device, out=positions)
         token_ids.copy_(known_ids(step.own.token_ids(bucket.rows), sampled, device))
         return self.run(bucket, lambda: self._model(rows.batch(tables, positions, token_ids), cache))

@@ -22,7 +22,7 @@ from dsa_engine.engine.steps.plan import StepPlan
 from dsa_engine.kernels.rows.segment import Segment, Segments, slots_of
 from dsa_engine.kernels.runtime.transfer import upload
 from dsa_engine.model.context_shards import GroupRows
-from dsa_engine.model.forward_batch import BlockTables, ForwardBatch, MicroBatchPair
+from dsa_engine.model.forward_batch import ForwardBatch, MicroBatchPair
 from dsa_engine.model.kv_cache import KVCache
 from dsa_engine.model.model import Model
 
@@ -50,7 +50,8 @@ class StaticRows:
         rows, of_group = bucket.requests * each, {}
         if cache.group is not None:
             here = cache.page_size * cache.block_tables.shape(bucket.requests, bucket.context)[1]
-            ranks, halves = range(cache.group.size), ((0, rows // 2), (rows // 2, rows)) if bucket.is_cut else ()
+            half = bucket.requests // 2 * each
+            ranks, halves = range(cache.group.size), ((0, half), (half, rows)) if bucket.is_cut else ()
             for part in ((0, rows), *halves):
                 own = Segments.of(segments).part(*part)
                 moved = [
@@ -87,6 +88,7 @@ class StaticRows:
 
         def part(first: int, last: int) -> ForwardBatch:
             count, seen, none = last - first, self.segments.part(first, last), self.segments.part(0, 0)
+            hot, each, ranks = self.cache.hot, self.each, 1 if group is None else group.size
             own_slots, shards = slots[first:last], None
             if group is not None:
                 together = at_all[:, first:last].flatten(), self.of_group[first, last]
@@ -109,24 +111,29 @@ class StaticRows:
                 decodes=True,
                 token_mask=token_mask[first:last],
                 shards=shards,
+                hot=None if hot is None else hot.step(ranks, rows // each, first // each, last // each),
             )
 
         if not self.is_cut:
             return part(0, rows)
-        halves = partial(part, 0, rows // 2), partial(part, rows // 2, rows)
+        half = rows // self.each // 2 * self.each  # no request is cut
+        halves = partial(part, 0, half), partial(part, half, rows)
         return replace(part(0, rows), micro_batches=MicroBatchPair(halves, None))
 
 
 def block_tables_of(
-    chunks: Sequence[Sequence[Chunk]], tables: BlockTables, shape: Sequence[int], out: torch.Tensor | None = None
+    chunks: Sequence[Sequence[Chunk]], cache: KVCache, shape: Sequence[int], out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The block tables of the chunks of this rank, or of each rank that holds contexts together with it, on the device:
     int32 of ``shape`` (:meth:`.BlockTables.shape`). Those of padding are some request's: nothing that is read there
-    counts."""
+    counts. The sets of hot rows of these requests, if any, are loaded too."""
+    tables = cache.block_tables
     known = iter(tables.rows([chunk.request.pages for of_rank in chunks for chunk in of_rank]))
     requests, rows = shape[0] // (tables.rows_each * len(chunks)), list[int]()
     for of_rank in chunks:
         rows += [*islice(known, len(of_rank)), *[0] * (requests - len(of_rank))]
+    if cache.hot is not None:
+        cache.hot.load([[chunk.request.hot_set for chunk in of_rank] for of_rank in chunks], requests)
     return tables.gather([row + i for i in range(tables.rows_each) for row in rows], shape[1], out)
 
 
@@ -136,7 +143,7 @@ def eager_batch(step: StepPlan, model: Model, cache: KVCache, sampled: torch.Ten
     assert bucket is not None
     rows = StaticRows.of(bucket, bucket.rows_per_request, model, cache)
     shape = cache.block_tables.shape(bucket.requests, bucket.context)
-    tables = block_tables_of(step.of_group or [step.own.chunks], cache.block_tables, shape)
+    tables = block_tables_of(step.of_group or [step.own.chunks], cache, shape)
     ids = known_ids(step.own.token_ids(bucket.rows), sampled, device)
     return rows.batch(tables, upload(step.own.positions, device), ids)
 

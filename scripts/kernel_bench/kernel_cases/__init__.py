@@ -21,6 +21,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "routing": routing.routing,
     "norms": rows.norms,
     "prologs": rows.prologs,
+    "hot_rows": rows.hot_rows,
     "quantise": rows.quantise,
 }
 

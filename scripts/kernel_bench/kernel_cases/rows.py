@@ -14,7 +14,9 @@ from dsa_engine.kernels.formats.int8 import quantize_rows_int8
 from dsa_engine.kernels.formats.quantize import quantize_rows, quantized_words
 from dsa_engine.kernels.indexer.quantize_index_queries import quantize_index_queries
 from dsa_engine.kernels.rows.add_rms_norm import add_rms_norm
+from dsa_engine.kernels.rows.fetch_rows import fetch_rows
 from dsa_engine.kernels.rows.paged import gather_rows
+from dsa_engine.kernels.rows.resolve_rows import resolve_rows
 from dsa_engine.kernels.rows.rms_norm import rms_norm
 from dsa_engine.kernels.rows.rope import apply_rope
 from dsa_engine.kernels.rows.segment import slots_of
@@ -67,6 +69,30 @@ def prologs(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
             bytes=tokens * (latent.columns + (RANK + ROPE) * make.dtype.itemsize),
             baselines={"torch index_select of plain rows": partial(gather_rows, plain, chosen)},
         )
+
+
+def hot_rows(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
+    """A step of requests whose pages are all spilled, with 2 · TOPK hot rows each, that finds what the one before has
+    brought; and the copies of 1/16 of it."""
+    context = min(sizes.contexts[-1], 32_768)
+    k = min(TOPK, context)
+    for batch in sizes.batches:
+        pages, slots = batch * cdiv(context, PAGE_SIZE), make.selected(batch, context, k)
+        slots += torch.arange(batch, dtype=torch.int32, device=make.device)[:, None] * context
+        where = make.zeros(pages + 1, PAGE_SIZE, dtype=torch.int32) - 1
+        row_of, stamp = (make.zeros(batch + 1, 2 * k, dtype=torch.int32) for _ in range(2))
+        sets, of_set = torch.arange(batch).int().to(make.device), make.zeros(batch + 1, 4, dtype=torch.int64)
+        resolve = partial(resolve_rows, slots, sets, where, row_of, stamp, of_set, 0)
+        yield KernelCase("resolve rows", f"{batch} x {k} of {context:,}", resolve, bytes=3 * slots.nbytes)
+        for dtype in (make.dtype, FP8):
+            latent = latent_format(RANK, ROPE, dtype)
+            host = latent.empty_pool(cdiv(context, PAGE_SIZE), PAGE_SIZE, torch.device("cpu"))
+            host = host.pin_memory() if make.device.type == "cuda" else host
+            rows, to = make.order(context)[:k].repeat(batch, 1), make.order(batch * k).view(batch, k)
+            rows[:, k // 16 :] = -1
+            fetch = partial(fetch_rows, make.pool(cdiv(batch * k, PAGE_SIZE), latent), host, rows, to)
+            name, moved = "fetch rows" + (", FP8" if dtype == FP8 else ""), batch * (k // 16) * latent.row_bytes
+            yield KernelCase(name, f"{batch} x {k // 16}, by PCIe", fetch, bytes=moved)
 
 
 def _stores(

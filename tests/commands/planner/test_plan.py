@@ -75,6 +75,30 @@ def test_predictions_grow_as_they_should(config: ModelConfig) -> None:
     assert predict_prefill(placed, 131_072, BEST).seconds < whole.seconds
 
 
+def test_hot_rows(config: ModelConfig) -> None:
+    """Index keys of all tokens lie on the device, and latent rows of few; the others take host memory, and what a step
+    misses of them the time of PCIe."""
+    demand, how = Demand(8, 131_072), Deployment(8, 8, cache="fp8")
+    plain, placed = Placed(config, H200, how), Placed(config, H200, replace(how, hot_rows=4096))
+    latent = 61 * 656
+    assert placed.device_bytes == plain.device_bytes - latent == 61 * 132
+    assert placed.cached(1000, 16) == 2 * (1000 * 61 * 132 + 4096 * latent) and plain.spilled(1000, 16) == 0
+    assert placed.spilled(1000, 16) == 2 * 1000 * latent
+    slower, faster = (predict_decode(one, 16, demand, OWN) for one in (placed, plain))
+    fetched = 2 * 0.307 * 2048 * latent / 50e9
+    assert slower.seconds - faster.seconds == pytest.approx(fetched) and slower.room > faster.room
+    fixed, demand = FIXED | {"cp_size": 8, "dcp_size": 1}, Demand(8, 131_072, requests=96)
+    hot = Planner(config, H200, demand, fixed | {"hot_rows": 4096})
+    plan = hot.best()
+    assert plan.requests == 96 > 2 * Planner(config, H200, demand, fixed).best().requests
+    serve = " ".join(commands(hot, plan, "deepseek_v32", "{}", False)["serve"])
+    needed = plan.requests / 8 * demand.longest * latent / 2**30
+    given = int(re.findall(r"--hot-rows 4096 --host-cache-memory (\d+)GiB", serve)[0])
+    assert needed < given < needed + 2.01
+    with pytest.raises(ValueError, match="--hot-rows 4096: a step may select 6144 rows"):
+        Planner(config, H200, demand, fixed | {"hot_rows": 4096, "drafts": 2})
+
+
 def test_the_host_is_the_measured_one() -> None:
     path = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "host.json"
     measured = json.loads(path.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ CASES = {
         case("padded", 2, 2, "all_gather", padded=True),
         case("dense", 2, 2, model_type="deepseek_v3"),
         case("many rows, whose thresholds travel", 2, 2, lengths=[9 + 7 * number for number in range(16)]),
+        case("some spilled", 2, 2, resident=60, spilled=90, skew=0.6, least=5),
+        case("some spilled, whole copies", 2, 1, resident=60, spilled=90, least=5),
     ],
     4: [case("four", 4, 4), case("two whole copies", 4, 2, skew=0.8), case("two groups", 2, 2, "all_gather")],
 }
@@ -47,11 +50,33 @@ def test_logits(
         cases.append(one | {"folder": str(folder)})
     ranks = rank_results(world, "context_worker.py", cases, tmp_path)
     for one in cases:
-        expected = program("context_worker.py")["run_case"](one | {"parallel": {}})
+        expected = program("context_worker.py")["run_case"](one | {"parallel": {}, "spilled": 0})
         actual: dict[tuple[int, int], torch.Tensor] = {}
         for rank in ranks:
             assert not actual.keys() & rank[one["name"]].keys(), "a row is computed by one rank"
             actual |= rank[one["name"]]
-        assert actual.keys() == expected.keys() and len(actual) > 20
+        assert actual.keys() == expected.keys() and len(actual) >= one.get("least", 21)
         for key, logits in expected.items():
             torch.testing.assert_close(actual[key], logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cached", ["auto", "fp8"])
+def test_prefill_with_spilled_pages(cached: str, program: Callable[..., Any], tmp_path: Path) -> None:
+    """The bits of one with all pages on the device, of the model and of its MTP modules; pages of both kinds, also
+    those that a chunk goes on to fill, and those that two requests begin with."""
+    sizes = {
+        "vocab_size": 204,
+        "kv_lora_rank": 128,
+        "qk_rope_head_dim": 16,
+        "index_head_dim": 16,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | sizes | {"num_nextn_predict_layers": 1}))
+    drafts = {"method": "mtp", "num_speculative_tokens": 1}
+    options = OPTIONS | {"load_format": "dummy", "kv_cache_dtype": cached, "speculative_config": drafts}
+    one = case(cached, 1, 1, folder=str(tmp_path), decodes=0, options=options) | {"parallel": {}}
+    run_case = program("context_worker.py")["run_case"]
+    expected, actual = run_case(one), run_case(one | {"resident": 9, "spilled": 90})
+    assert actual.keys() == expected.keys() and len(actual) > 10
+    for key, rows in expected.items():
+        assert torch.equal(actual[key], rows), key

@@ -37,8 +37,12 @@ def make(dtype: torch.dtype = torch.float32, rank: int = 0, device: str = "cpu")
     return cache
 
 
+def device_words(cache: KVCache) -> list[list[torch.Tensor]]:
+    return [[pool.on_device for pool in layer] for layer in cache.page_map.layers]
+
+
 def flat(cache: KVCache) -> list[torch.Tensor]:
-    return [pool for layer in cache.page_words() for pool in layer]
+    return [pool for layer in device_words(cache) for pool in layer]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -127,12 +131,12 @@ def test_a_late_receiver_delays_nothing() -> None:
             for number in range(3):
                 sender.begin([RankPages(number, 1, [number, 5]), RankPages(number, 2, [number])])
                 for layer in range(MAIN):
-                    for pool in cache.page_words()[layer]:
+                    for pool in device_words(cache)[layer]:
                         pool[number] = -1 - number  # the rows of this step
                     sender.arrive(layer)
                 for module in range(2):
                     for _ in range(2):  # a module runs several times: its last rows are the ones that count
-                        for pool in cache.page_words()[MAIN + module]:
+                        for pool in device_words(cache)[MAIN + module]:
                             pool[number] -= 1
                         sender.arrive(MAIN + module)
                 sender.finish()
@@ -150,7 +154,7 @@ def test_a_late_receiver_delays_nothing() -> None:
         posting.set() if rank == 1 else None
         drained(receiver.poll, 3)
         sent, before = make(rank=0), 0
-        for layer, pools in enumerate(cache.page_words()):
+        for layer, pools in enumerate(device_words(cache)):
             for pool in pools:
                 theirs = flat(sent)[before]
                 before += 1
@@ -173,7 +177,7 @@ def test_layers_that_are_stored_go_in_one_message(monkeypatch: pytest.MonkeyPatc
         if rank == 1:
             receiver, sent = PageReceiver(cache, groups), make(rank=0)
             receiver.post([RankPages(0, 0, pages)])
-            for ours, theirs in zip(cache.page_words(), sent.page_words(), strict=True):
+            for ours, theirs in zip(device_words(cache), device_words(sent), strict=True):
                 wait_for(lambda one=(ours, theirs): all(torch.equal(a[pages], b[pages]) for a, b in zip(*one)))  # type: ignore[misc]
                 arrived.release()
             drained(receiver.poll, 1)

@@ -37,6 +37,7 @@ class Simulation:
     num_found: int = 0  # tokens that were not computed
     num_fetched: int = 0  # pages that one rank sent to another
     num_copied: int = 0  # pages copied to host memory or back
+    num_spilled: int = 0
 
     def __post_init__(self) -> None:
         self.ranks = self.world.schedulers()
@@ -73,7 +74,7 @@ class Simulation:
                 for position in range(max(0, wish.prompt - wish.own), wish.prompt):
                     prompt[position] += 10000 * (1 + number)
                 request = Request(number, prompt, SamplingParams(max_tokens=wish.output))
-                if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > self.world.pages * self.world.dcp:
+                if pages_for(wish.prompt + wish.output - 1, self.world.page_size) > scheduler.capacity.limit:
                     with pytest.raises(CapacityError):
                         scheduler.capacity.check(wish.prompt, wish.output)
                     return
@@ -182,7 +183,11 @@ class Simulation:
         for rank, of_rank in enumerate(moves):
             rows, host = self.rows[rank], self.host[rank]
             for to_host, page, slot in of_rank.copies:
-                if to_host:
+                if to_host and slot < 0:
+                    assert page < self.world.pages <= -1 - slot < self.world.all_pages
+                    rows |= {(-1 - slot) * size + offset: rows[page * size + offset] for offset in range(size)}
+                    self.num_spilled += 1
+                elif to_host:
                     host[slot] = [rows[page * size + offset] for offset in range(size)]
                 else:
                     rows |= {page * size + offset: row for offset, row in enumerate(host[slot])}
@@ -276,9 +281,36 @@ class Simulation:
         assert self.world.caching or len(set(pages)) == len(pages), "two requests share a page"
         assert scheduler.free_pages == self.ranks[0].free_pages
         dcp = self.world.dcp
-        assert scheduler.free_pages[rank // dcp] == self.world.pages * dcp - len(set(pages))
+        assert scheduler.free_pages[rank // dcp] == self.world.all_pages * dcp - len(set(pages))
+        if self.world.spilled:
+            self.check_spilled(rank, chunks)
         for chunk in chunks:
             assert not self.computes(rank, chunk) or len(chunk.request.pages) * self.world.page_size >= chunk.end
+
+    def check_spilled(self, rank: int, chunks: list[Chunk]) -> None:
+        """What a decode step writes is resident, and requests that run have different hot rows."""
+        scheduler, (size, dcp) = self.ranks[rank], (self.world.page_size, self.world.dcp)
+        for chunk in chunks:
+            pages = chunk.request.pages
+            if chunk.request.prefilled and pages and self.computes(rank, chunk):
+                assert max(pages[(chunk.start - self.world.lookahead) // size :]) < self.world.pages * dcp
+        for pool, free in enumerate(scheduler.ledger.free_sets):
+            held = [one.hot_set for one in scheduler.running if one.owner // dcp == pool]
+            assert sorted(held + free) == list(range(scheduler.capacity.sets))
+
+    def preempts_last(self, scheduler: Scheduler) -> None:
+        """Checks that requests are preempted only if no page of the pool can spill."""
+        preemptible, ledger, dcp = scheduler._preemptible, scheduler.ledger, self.world.dcp
+
+        def checked(pool: int) -> Any:
+            its = ledger.pools[pool]
+            for one in ledger.holders(pool):
+                pages = ledger.first_pages(one, pool, scheduler._front(one))
+                for page in pages[its.spillable(pages)] if not ledger.fetching(one) else ():
+                    assert not its._free_of(dcp + page % dcp), "a page could have spilled"
+            return preemptible(pool)
+
+        scheduler._preemptible = checked  # type: ignore[method-assign]
 
 
 def key(chunk: Chunk) -> tuple[int, int, int, range]:
@@ -299,10 +331,26 @@ def test_so_it_is_on_many_ranks(tiers: int, preempts: bool, seed: int) -> None:
     run_to_its_end(tiers, preempts, seed, large=True)
 
 
-def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -> None:
+@pytest.mark.parametrize("tiers", [0, 2, 3])
+@settings(max_examples=3)
+@given(preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_so_it_is_where_pages_spill(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed, spills=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(tiers=st.integers(0, 3), preempts=st.booleans(), seed=st.integers(0, 2**32))
+def test_so_it_is_where_pages_spill_a_thousand_times(tiers: int, preempts: bool, seed: int) -> None:
+    run_to_its_end(tiers, preempts, seed, spills=True)
+
+
+def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False, spills: bool = False) -> None:
     rng = random.Random(seed)
-    world, wishes = crowd(rng, tiers, large)
+    world, wishes = crowd(rng, tiers, large, spills)
     run = Simulation(world, wishes)
+    for scheduler in run.ranks if spills else ():
+        run.preempts_last(scheduler)
     while run.to_come or run.ranks[0].has_work:
         run.arrivals()
         run.departures()
@@ -319,6 +367,7 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -
     event(f"tokens found: {min(run.num_found, 20) // 5 * 5}")
     event(f"pages read: {min(sum(disk.pages_read for disk in run.disks), 3)}")
     event(f"pages fetched: {min(run.num_fetched, 3)}, copied: {min(run.num_copied, 3)}")
+    event(f"pages spilled: {min(run.num_spilled, 3)}")
     run.check_digests()
     while run.disks and run.disks[0].pending:
         run.poll()
@@ -326,7 +375,7 @@ def run_to_its_end(tiers: int, preempts: bool, seed: int, large: bool = False) -
         for pool in scheduler.ledger.pools:
             assert pool.host.free == world.slots * world.dcp, "host memory is lost"
         assert scheduler.preemptions == run.ranks[0].preemptions
-        assert scheduler.free_pages == [world.pages * world.dcp] * (world.world // world.dcp)
+        assert scheduler.free_pages == [world.all_pages * world.dcp] * (world.world // world.dcp)
         for number, request in mine.items():
             wanted = min(run.order[number].output, run.order[number].ends_after)
             assert request.output == list(range(len(request.prompt), len(request))), "a token was sampled twice"

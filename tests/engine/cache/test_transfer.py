@@ -20,6 +20,7 @@ from dsa_engine.errors import CapacityError
 from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from dsa_engine.model.kv_cache import KVCache, cache_format, pool_page_bytes
+from dsa_engine.model.pages.page_map import PageMap
 from dsa_engine.parallel.group import Group
 from fake_cuda import FakeDevice
 from fake_cuda.world import FakeGroup
@@ -49,6 +50,10 @@ def contents(pools: list[list[torch.Tensor]]) -> list[list[list[int]]]:
     return [[pool[:, 0].tolist() for pool in layer] for layer in pools]
 
 
+def words(cache: KVCache) -> list[list[torch.Tensor]]:
+    return [[pool.on_device for pool in layer] for layer in cache.page_map.layers]
+
+
 COPIES = st.lists(st.builds(PageCopy, st.booleans(), st.integers(0, PAGES - 1), st.integers(0, SLOTS - 1)), max_size=24)
 
 
@@ -60,12 +65,12 @@ def test_copies_have_the_effect_of_one_after_another(
 ) -> None:
     """Through a buffer of a few pages."""
     cache = make(dtype)
-    pools, host = cache.page_words(), HostPages(cache, SLOTS)
+    pools, host = words(cache), HostPages(cache, SLOTS)
     with pytest.MonkeyPatch.context() as patch:
         largest = max(pool[0].nbytes for layer in pools for pool in layer)
         patch.setattr(host_module, "_STAGING_BYTES", at_once * largest)
         patch.setattr(host_module, "_INDICES", indices)
-        copies = HostCopies(pools, host)
+        copies = HostCopies(cache.page_map, host)
         mark(pools, 1000)
         mark(host.pools, 2000)
         on_device, in_host = contents(pools), contents(host.pools)
@@ -85,6 +90,124 @@ def test_copies_have_the_effect_of_one_after_another(
     assert copies.bytes_from_host == (sum(map(len, steps)) - to_host) * host.page_bytes
 
 
+SPILLED = 5
+MIXED = st.lists(
+    st.one_of(
+        st.builds(PageCopy, st.booleans(), st.integers(0, PAGES + SPILLED - 1), st.integers(0, SLOTS - 1)),
+        st.builds(PageCopy, st.just(True), st.integers(0, PAGES - 1), st.integers(-PAGES - SPILLED, -1 - PAGES)),
+    ),
+    max_size=24,
+)  # fmt: skip
+
+
+class Hot:
+    """Hot rows, of which every page of this rank has some at first."""
+
+    def __init__(self) -> None:
+        self.known = {*range(PAGES, PAGES + SPILLED)}
+
+    def forget(self, pages: list[int]) -> None:
+        assert min(pages) >= PAGES
+        self.known -= {*pages}
+
+
+def make_spilled(dtype: torch.dtype, device: str = "cpu") -> tuple[KVCache, PageMap, Hot]:
+    """Caches with spilled pages, and with room for hot rows, which no copy of pages touches."""
+    config, hot = cache_config(), Hot()
+    cache = KVCache(config, cache_format(config, dtype), PAGES, PAGE_SIZE, torch.device(device), None, SPILLED, 1, 3)
+    assert cache.hot_pages == 2
+    return cache, PageMap(cache.latent, cache.index_keys, cache.host_latent, PAGES, hot), hot
+
+
+def mark_all(page_map: PageMap, start: int) -> list[list[list[int]]]:
+    """Numbers that differ in all pools and pages; returns them."""
+    marks = []
+    for layer, pools in enumerate(page_map.layers):
+        of_layer = []
+        for kind, pool in enumerate(pools):
+            numbers = [start + 100 * layer + 50 * kind + page for page in range(PAGES + SPILLED)]
+            rows = torch.tensor(numbers, dtype=pool.on_device.dtype)[:, None].expand(-1, pool.width).contiguous()
+            pool.write(page_map.moved([*range(PAGES + SPILLED)], torch.arange(PAGES + SPILLED)), rows)
+            of_layer.append(numbers)
+        marks.append(of_layer)
+    return marks
+
+
+def all_contents(page_map: PageMap) -> list[list[list[int]]]:
+    """Those of :func:`contents`, by the pools' tensors and not by what moves pages."""
+    return contents([
+        [
+            pool.on_device[:PAGES + SPILLED] if pool.in_host is None else torch.cat((pool.on_device, pool.in_host))
+            for pool in pools
+        ]
+        for pools in page_map.layers
+    ])  # fmt: skip
+
+
+@FORMATS
+@settings(max_examples=40)
+@given(st.lists(MIXED, max_size=3), st.integers(1, 3), st.integers(2, 8))
+def test_copies_and_spills_have_the_effect_of_one_after_another(
+    dtype: torch.dtype, steps: list[list[PageCopy]], at_once: int, indices: int
+) -> None:
+    """Of pages that lie on the device and of others; hot rows of what is written are forgotten, and no others."""
+    cache, page_map, hot = make_spilled(dtype)
+    host, hot_rows = HostPages(cache, SLOTS), [pool[PAGES:] for pool in cache.latent]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "_STAGING_BYTES", at_once * max(p.page_bytes for of in page_map.layers for p in of))
+        patch.setattr(host_module, "_INDICES", indices)
+        copies = HostCopies(page_map, host)
+        pages = mark_all(page_map, 1000)
+        mark(host.pools, 2000)
+        in_host, known, spilled = contents(host.pools), {*hot.known}, 0
+        for step in steps:
+            copies.start(step)
+            copies.wait()
+            for to_host, page, slot in step:
+                for layer, theirs in zip(pages, in_host, strict=True):
+                    for pool, slots in zip(layer, theirs, strict=True):
+                        if slot < 0:
+                            pool[-1 - slot] = pool[page]
+                        elif to_host:
+                            slots[slot] = pool[page]
+                        else:
+                            pool[page] = slots[slot]
+                known -= {-1 - slot} if slot < 0 else set() if to_host else {page}
+                spilled += slot < 0
+            assert all_contents(page_map) == pages and contents(host.pools) == in_host
+            assert hot.known == known
+    assert not any(pool.view(torch.uint8).any() for pool in hot_rows)
+    moved = [one for step in steps for one in step]
+    latent = LAYERS * PAGE_SIZE * cache.format.latent.row_bytes
+    others = sum(one.to_host and one.slot >= 0 for one in moved)
+    assert copies.bytes_to_host == others * cache.page_bytes + spilled * latent
+    assert copies.bytes_from_host == sum(not one.to_host for one in moved) * cache.page_bytes
+
+
+@FORMATS
+def test_spilled_pages_are_exchanged(dtype: torch.dtype) -> None:
+    """To and from pages of both kinds, in any order."""
+    sends, fills = [3, 10, 0, 6, 7, 1], [9, 2, 8, 7, 4, 0]
+
+    def work(group: Group) -> Any:
+        cache, _, hot = make_spilled(dtype)
+        cache.page_map = PageMap(cache.latent, cache.index_keys, cache.host_latent, PAGES, hot)
+        transfer, before = PageTransfer(cache, group, None, 6), mark_all(cache.page_map, 1000 * group.index)
+        mine = [[], sends] if group.index == 0 else [[], []]
+        theirs = [[], []] if group.index == 0 else [fills, []]
+        transfer.begin(PageMoves([], mine, theirs, True))
+        transfer.finish()
+        return before, all_contents(cache.page_map), hot.known
+
+    (sent, unchanged, known), (expected, filled, forgotten) = on_ranks(2, work)
+    for layer, of_layer in zip(sent, expected, strict=True):
+        for pool, into in zip(layer, of_layer, strict=True):
+            for page, to in zip(sends, fills, strict=True):
+                into[to] = pool[page]
+    assert unchanged == sent and filled == expected
+    assert known - forgotten == {page for page in fills if page >= PAGES}
+
+
 def test_pages_that_take_turns_in_slots_are_two_runs() -> None:
     copies = [PageCopy(to_host, page, page if to_host else 9 - page) for page in range(4) for to_host in (True, False)]
     runs = independent_runs(copies)
@@ -97,7 +220,7 @@ def test_parts_are_the_bytes_of_a_slot(dtype: torch.dtype) -> None:
     cache = make(dtype)
     host = HostPages(cache, SLOTS)
     transfer = PageTransfer(cache, ALONE, host, 0)
-    mark(cache.page_words(), 1000)
+    mark(words(cache), 1000)
     transfer.begin(PageMoves([PageCopy(True, 3, 2)]))
     transfer.copied()
     pools = [pool for pair in zip(cache.latent, cache.index_keys, strict=True) for pool in pair if pool is not None]
@@ -146,7 +269,7 @@ def test_exchange(dtype: torch.dtype, size: int) -> None:
 
     def work(group: Group) -> tuple[Any, ...]:
         cache, rank = make(dtype), group.index
-        pools, host = cache.page_words(), HostPages(cache, SLOTS)
+        pools, host = words(cache), HostPages(cache, SLOTS)
         transfer = PageTransfer(cache, group, host, 4)
         mark(pools, 1000 * rank)
         mark(host.pools, 1000 * rank + 500)
@@ -206,14 +329,14 @@ def test_all_layers_arrive_where_only_the_last_asks() -> None:
 
     def work(group: Group) -> list[Any]:
         cache = make(torch.float32)
-        mark(cache.page_words(), 1000 * group.index)
+        mark(words(cache), 1000 * group.index)
         transfer = PageTransfer(cache, group, None, 1)
         pages = [[], [3]] if group.index == 0 else [[], []]
         fills = [[], []] if group.index == 0 else [[4], []]
         transfer.begin(PageMoves([], pages, fills, True))
         for _ in range(2):
             transfer.arrive(LAYERS - 1)
-        return [layer[0][4] for layer in contents(cache.page_words())]
+        return [layer[0][4] for layer in contents(words(cache))]
 
     assert on_ranks(2, work)[1] == [100 * layer + 3 for layer in range(LAYERS)]
 
@@ -247,6 +370,27 @@ class TestOnCuda:
                 assert device.waits == []
                 transfer.copied()
                 assert len(device.waits) == 1
+
+    def test_a_spill(self) -> None:
+        """A copy of all page numbers; of each pool of latent rows a gather and a copy to the host, of index keys a
+        gather and a scatter, and nothing that the host waits for. Each layer waits for its own; memory is pinned."""
+        with FakeDevice() as device:
+            cache, page_map, _ = make_spilled(torch.bfloat16, "cuda:0")
+            assert sum(device.pinned_ranges.values()) == sum(pool.nbytes for pool in cache.host_latent)
+            copies = HostCopies(page_map, HostPages(cache, SLOTS))
+            with device.watched():
+                copies.start([PageCopy(True, 4, -1 - 7), PageCopy(True, 2, -1 - 8), PageCopy(True, 0, -1 - 10)])
+                (stream,) = device.streams_used - {0}
+                reached = []
+                for layer in range(LAYERS):
+                    copies.join(layer)
+                    reached.append(device.reached[0][stream])
+            # The fake device counts no copy to the host.
+            pools = [1 if layer == 1 else 3 for layer in range(LAYERS)]
+            assert reached == [1 + sum(pools[: layer + 1]) for layer in range(LAYERS)]
+            assert device.waits == [] and device.peak == device.live
+            del copies, page_map, cache
+            assert not device.pinned_ranges
 
     def test_the_next_step_waits_for_pages_that_are_copied_out(self) -> None:
         with FakeDevice() as device:

@@ -10,7 +10,9 @@ import torch
 
 from dsa_engine import LLM, SamplingParams
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.context_buckets import Bucket
 from dsa_engine.engine.steps.micro_batches import cut_chunks
+from dsa_engine.engine.steps.static_rows import StaticRows
 from dsa_engine.measure.emulation.config import EmulatedConfig
 from dsa_engine.model.profile_stages import set_hook
 from gloo_ranks import watch_transfers
@@ -35,6 +37,14 @@ def test_drafts_of_a_request_stay_together() -> None:
     chunks = [chunk(number, 50, 3, range(1)) for number in range(3)]
     first, second = cut_chunks(chunks, whole=True)
     assert [c.request.id for c in first] == [0, 1] and [c.request.id for c in second] == [2]
+
+
+def test_no_request_of_a_padded_step_is_cut(demo_random: LLM) -> None:
+    model, cache = demo_random.engine.model, demo_random.engine.cache
+    rows = StaticRows.of(Bucket(3, 3, cache.page_size, is_cut=True), 3, model, cache)
+    batch = rows.batch(torch.zeros(3, 1).int(), torch.arange(9), torch.zeros(9).long())
+    assert batch.micro_batches is not None
+    assert [half().rows for half in batch.micro_batches.batches] == [3, 6]
 
 
 class Stages(list[str]):
@@ -75,12 +85,14 @@ def test_tokens_travel_under_the_other_micro_batch(
         entered.clear()
         cache, stored = engine.cache, dict[int, Any]()
         cache.after_store.append(
-            lambda layer: stored.setdefault(layer, [pool.clone() for pool in cache.page_words()[layer]])
+            lambda layer: stored.setdefault(layer, [pool.on_device.clone() for pool in cache.page_map.layers[layer]])
         )
         engine.step()
         cache.after_store.clear()
         for layer, pools in stored.items():  # once both micro-batches have stored their rows
-            assert all(torch.equal(*pair) for pair in zip(cache.page_words()[layer], pools, strict=True)), layer
+            assert all(
+                torch.equal(now.on_device, pool) for now, pool in zip(cache.page_map.layers[layer], pools, strict=True)
+            )
         assert len(stored) == engine.config.num_hidden_layers
         layers = sum(layer.moe is not None for layer in engine.model.layers)
     assert len(travels) == 2 * 2 * layers, "there and back, for each micro-batch and layer"

@@ -41,6 +41,8 @@ def case(name: str) -> Call:
 def parts_of(name: str, given: dict[str, Any], result: Any) -> dict[str, tuple[torch.Tensor, Any]]:
     """The parts of what an operation has given, and the indices of their rows: "codes" and "scales" of quantised
     numbers, and others by number."""
+    if "sets" in given and result is None:
+        return {}  # its results are new tensors
     if "slots" in given and result is None:
         slots = given["slots"].long()
         rows = slots // PAGE, slots % PAGE
@@ -174,6 +176,7 @@ def watch(patch: pytest.MonkeyPatch, seen: list[str]) -> None:
         patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name), lambda *_: True))
     for name in ("__getitem__", "__setitem__"):
         patch.setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name), by_mask))
+    patch.setattr(torch.Tensor, "to", watched("to", torch.Tensor.to, lambda _, to, *__: isinstance(to, torch.device)))
     patch.setattr(torch, "bincount", watched("bincount", torch.bincount, lambda *_: True))
 
 

@@ -328,7 +328,7 @@ class FakeDevice:
 
     def _run_kernel(self, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor) and not value.is_cuda:
+            if isinstance(value, torch.Tensor) and not value.is_cuda and not self._is_pinned(value):
                 raise ValueError(f"{kernel.__name__} is given a tensor on the CPU, {tuple(value.shape)}")
         if any(not 0 < n <= limit for n, limit in zip(grid, _GRID_LIMIT, strict=False)):
             raise ValueError(f"{kernel.__name__} is launched with the grid {grid}; CUDA takes 1 to {_GRID_LIMIT}")

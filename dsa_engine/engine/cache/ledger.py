@@ -235,12 +235,10 @@ class PageLedger:
 
     def spill(self, request: Request, pool: int, first: int, limit: int) -> int:
         """Spills at most ``limit`` of a request's ``first`` first pages in a pool; returns how many."""
-        its, held, pages = self.pools[pool], self._held[request][pool], self.first_pages(request, pool, first)
-        at = its.spillable(pages).nonzero()[0][:limit]
-        moved = its.spill(pages[at])
-        if spilled := int((moved != pages[at]).sum()):
-            pages[at] = moved
-            self._held[request][pool] = new = as_array(pages) + held[first:]
+        pages = self.first_pages(request, pool, first)
+        moved = self.pools[pool].spill(pages, limit)
+        if spilled := int((moved != pages).sum()):
+            self._held[request][pool] = new = as_array(moved) + self._held[request][pool][first:]
             if pool == self._rank // self.dcp_size:
                 request.pages = new  # another array, see BlockTables.rows; steps in flight have the one before
         return spilled

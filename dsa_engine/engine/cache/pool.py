@@ -440,12 +440,16 @@ class PagePool:
         """Which of these held pages are resident, and held by one request only."""
         return (pages < self._resident) & (self._shared[pages] == 0)
 
-    def spill(self, pages: Ints) -> Ints:
-        """Moves the rows and digests of held pages (:meth:`spillable`), the first ones, to spilled pages of the same
-        ranks, as many as are free, and takes the former back. Returns the pages that are held now."""
-        moved, size = pages.copy(), self._size
+    def spill(self, pages: Ints, limit: int) -> Ints:
+        """Moves the rows and digests of held pages to spilled pages of the same ranks, and takes the former back: of
+        the first ``limit`` that can (:meth:`spillable`) and find a page. Returns the pages that are held now."""
+        moved, size, can = pages.copy(), self._size, self.spillable(pages)
         for rank in range(size):
-            its = (pages % size == rank).nonzero()[0][: self._free_of(size + rank)]
+            its = (can & (pages % size == rank)).nonzero()[0]
+            can[its[self._free_of(size + rank) :]] = False
+        can[can.nonzero()[0][limit:]] = False
+        for rank in range(size):
+            its = (can & (pages % size == rank)).nonzero()[0]
             old, new = pages[its], self._take_of(size + rank, len(its))
             moved[its] = new
             self.copies.append(PageCopies(True, old, -1 - new))

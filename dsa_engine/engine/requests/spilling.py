@@ -78,9 +78,7 @@ class Spilling:
         def make_room(pool: int, hits: Ints) -> Ints:
             its = self._ledger.pools[pool]
             if (lacks := pages - front - its.free) > 0 and (lacks := lacks - self.spill(pool, lacks)) > 0:
-                at = its.spillable(hits).nonzero()[0][:lacks]
-                before, hits = hits, hits.copy()
-                hits[at] = its.spill(hits[at])
+                before, hits = hits, its.spill(hits, lacks)
                 self.spilled += int((hits != before).sum())
             return hits
 

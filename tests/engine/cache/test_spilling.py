@@ -21,19 +21,23 @@ from dsa_engine.sampling_params import SamplingParams
 from scheduling import run_step
 
 
+def planned(pool: PagePool) -> list[tuple[bool, int, int]]:
+    return [(one.to_host, *pair) for one in pool.copies for pair in zip(one.pages, one.slots, strict=True)]
+
+
 class PlainPages:
     """What every page of a pool holds, and which requests hold it."""
 
     def __init__(self, pages: int, spilled: int, slots: int, size: int):
         self.resident, self.all = pages * size, (pages + spilled) * size
-        self.index, self.size = PageIndex(), size
+        self.index, self.size = PageIndex(copies=slots > 0), size
         self.pool = PagePool(pages, slots, self.index, size=size, spilled=spilled)
         self.content: dict[int, bytes] = {}  # by page
         self.host: dict[int, bytes] = {}  # by slot
         self.requests: dict[int, tuple[array[int], list[bytes]]] = {}  # pages, and the digests of the first ones
 
     def copy(self) -> None:
-        for to_host, page, slot in self.pool.copies:
+        for to_host, page, slot in planned(self.pool):
             assert slot < 0 or page % self.size == slot % self.size
             if to_host and slot < 0:
                 assert page < self.resident <= -1 - slot < self.all and (page - -1 - slot) % self.size == 0
@@ -69,7 +73,7 @@ class PlainPages:
         for digest, number in self.index.numbers.items():
             page = int(self.index.page[0, number])
             assert page < 0 or self.content[page] == digest, "a digest leads to other rows"
-            assert page >= 0 or digest in pool.host
+            assert page >= 0 or digest in dict(pool.host)
         for number, (pages, digests) in self.requests.items():
             rows = [*digests, *(b"%d of %d" % (index, number) for index in range(len(digests), len(pages)))]
             assert [self.content[page] for page in pages] == rows, "a request has lost its rows"
@@ -87,7 +91,7 @@ def test_no_page_is_lost_and_digests_lead_to_their_rows(size: int, slots: int) -
             begins = [b"%d:%d" % (rng.randrange(4), index) for index in range(rng.randint(1, 6))]
             begins = [begins[0][:2] + one[2:] for one in begins]  # of one document
             numbers = plain.index.find(begins)
-            numbers = numbers[: pool.placed(numbers)]
+            numbers = numbers[: pool.placed(numbers)] if slots else numbers
             room = pool.room_beside(numbers)
             count = len(begins) + rng.randint(0, 5)
             if room.absent + count - len(numbers) <= int(room.resident.sum() + room.spilled.sum()):
@@ -102,14 +106,15 @@ def test_no_page_is_lost_and_digests_lead_to_their_rows(size: int, slots: int) -
             chosen = rng.choice([*plain.requests])
             pages, digests = plain.requests[chosen]
             held = np.array(pages, np.int64)
-            at = pool.spillable(held).nonzero()[0][: rng.randint(1, 4)]
             others = {page for one, (its, _) in plain.requests.items() if one != chosen for page in its}
-            assert not others & set(held[at].tolist()), "a shared page would spill"
-            free = [pool._free_of(size + rank) for rank in range(size)]
-            held[at] = pool.spill(held[at])
-            new = held[at][held[at] >= plain.resident]
-            wanted = [min(free[rank], sum(pages[index] % size == rank for index in at)) for rank in range(size)]
-            assert [int((new % size == rank).sum()) for rank in range(size)] == wanted, "as many as there is room for"
+            room, limit, wanted = [pool._free_of(size + rank) for rank in range(size)], rng.randint(1, 4), list[int]()
+            for index, page in enumerate(pages):
+                if page < plain.resident and page not in others and room[page % size] and len(wanted) < limit:
+                    room[page % size] -= 1
+                    wanted.append(index)
+            held = pool.spill(held, limit)
+            new = [index for index, page in enumerate(pages) if held[index] != page]
+            assert new == wanted, "the first ones that one request holds, as long as there is room on their ranks"
             assert all(old % size == page % size for old, page in zip(pages, held.tolist(), strict=True))
             plain.requests[chosen] = array("i", held.tolist()), digests
             spilled += len(new)
@@ -167,7 +172,7 @@ def test_the_first_pages_of_a_long_prompt_spill_as_it_enters() -> None:
     pool = scheduler.ledger.pools[0]
     assert pool.free == 0 and not pool.copies
     run_step(scheduler, len)
-    assert [copy.page for copy in pool.copies] == [0, 1, 2, 3, 4, 5] and len(first.pages) == 31
+    assert [page for _, page, _ in planned(pool)] == [0, 1, 2, 3, 4, 5] and len(first.pages) == 31
     run_step(scheduler, len)
     assert [page >= 8 for page in second.pages] == [True] * 5 + [False] * 5
     with pytest.raises(CapacityError, match=r"has 48; raise cache_memory and host_cache_memory by a factor of 1\.04"):

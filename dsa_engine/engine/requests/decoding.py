@@ -249,8 +249,8 @@ class Decoding:
             Chunk(self.requests[row], start, count, self._alone[rank], count, follows)
             for row, start, count, follows, rank in numbers
         ]
-        alone, least = len(self._holders) == 1, int(table.even_pages[rows].max()) - 1
-        least = 0 if alone else least * self._page_size + 1
+        pages = int(table.even_pages[rows].max()) if len(self._holders) > 1 else 0
+        least = max(0, (pages - 1) * self._page_size + 1)
         return DecodeStep(chunks, samples, starts, asks, self._top_k, least)
 
     def _keep_drafts(self, number: int) -> None:

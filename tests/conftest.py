@@ -32,6 +32,7 @@ hypothesis.settings.register_profile("dsa_engine", deadline=None)
 hypothesis.settings.load_profile("dsa_engine")
 
 os.environ["DSA_ENGINE_DBO_ROWS"] = "1,2"  # with enable_dbo steps of small models are cut too
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # processes that tests start compile the package once, not each anew
 
 if INTERPRETED:
     triton_interpreter.install()

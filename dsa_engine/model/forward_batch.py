@@ -174,8 +174,9 @@ class ShardTables(BlockTables):
         self._on_device = upload(self.host, device)
 
     def shape(self, requests: int, context: int) -> tuple[int, int]:
-        """Of all requests of the group; the second half of the rows are indices."""
-        return self.rows_each * self._group.size * requests, self._width(super().shape(requests, context)[1])
+        """Of all requests of the group, whose pages lie evenly; the second half of the rows are indices."""
+        ranks = self._group.size
+        return self.rows_each * ranks * requests, cdiv(super().shape(requests, context)[1], ranks)
 
     def _width(self, pages: int) -> int:
         # All pages of a list may lie here. Dummy requests lie evenly, but have more pages than there are.

@@ -87,6 +87,9 @@ def test_a_layer(world: int, dcp: int, fake_engine: Callable[..., Engine]) -> No
         engine.finish(request, "abort")
         add_filled(engine, ROWS * world, 100_000, GREEDY)
         results.append(counted(device, engine, log, engine.step))
+        assert engine.runner.graphs is not None
+        widths = {inputs.tables.shape[1] for inputs in engine.runner.graphs._inputs.values()}
+        assert widths == {PROMPT // 64 // dcp}, "the next power of two of 100,000 tokens"
         for _ in range(2):  # launched before the previous step is read
             with device.watched():
                 engine.step()

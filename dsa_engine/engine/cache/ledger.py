@@ -28,6 +28,13 @@ if TYPE_CHECKING:  # needs packages of the extra "serve"
     from dsa_engine.engine.cache.kv_events import KVEvents
 
 
+def even_pages(pages: Sequence[int], ranks: int) -> int:
+    """Number of pages with which a request that lies evenly has as many on its fullest rank as one with ``pages``."""
+    if ranks == 1:
+        return len(pages)
+    return int(np.bincount(np.array(pages, np.int32) % ranks).max(initial=1)) * ranks - ranks + 1
+
+
 class PageLedger:
     """The pages that every request holds in every pool; ``Request.pages`` are those in this rank's.
 
@@ -89,6 +96,10 @@ class PageLedger:
         """Number of pages that a request holds in its owner's pool."""
         return len(self._held.get(request, {}).get(request.owner // self.dcp_size, ()))
 
+    def even_pages(self, request: Request) -> int:
+        """:func:`even_pages` of those that a request holds in its owner's pool."""
+        return even_pages(self._held[request][request.owner // self.dcp_size], self.dcp_size)
+
     def holders(self, pool: int) -> list[Request]:
         return [request for request, held in self._held.items() if pool in held]
 
@@ -97,18 +108,19 @@ class PageLedger:
         held = self._held.get(request, {}).get(pool)
         self._give(request, pool, as_array(self.pools[pool].take(count, held[-1] if held else None)))
 
-    def give(self, request: Request, pages: int) -> bool:
-        """Gives a request that decodes ``pages`` more pages in its owner's pool; returns whether these were free."""
+    def give(self, request: Request, pages: int) -> int:
+        """Gives a request that decodes ``pages`` more pages in its owner's pool; returns its :func:`even_pages` then, 0
+        if so many were not free."""
         size = self.dcp_size
         owner = request.owner // size
         pool, held = self.pools[owner], self._held[request][owner]
         if pages == 1 and (unused := pool.unused[(held[-1] + 1) % size]):  # as a rule
             held.append(unused.pop())
-            return True
-        if pool.free < pages:
-            return False
-        held.extend(as_array(pool.take(pages, held[-1])))
-        return True
+        elif pool.free < pages:
+            return 0
+        else:
+            held.extend(as_array(pool.take(pages, held[-1])))
+        return even_pages(held, size)
 
     def known(self, digests: Sequence[bytes], groups: Sequence[Sequence[int]]) -> list[int]:
         """For each group of pools, the number of digests, from the first on, whose pages any of them has."""

@@ -35,7 +35,7 @@ class PrefillScheduler(Scheduler):
         return self._step(self._prefill())
 
     def _prefilled(self, request: Request, ranks: range) -> None:
-        self.decoding.enter(request, self.ledger.held(request))  # until its first token is read
+        self.decoding.enter(request, self.ledger)  # until its first token is read
 
     def depart(self, request: Request) -> None:
         self.decoding.leave(request)
@@ -100,7 +100,7 @@ class DecodeScheduler(Scheduler):
         request.num_prefill_tokens = request.num_computed_tokens = len(request) - 1
         request.drafts = list(drafts)
         self.prefix_cache.name(request)
-        self.decoding.enter(request, self.ledger.held(request))
+        self.decoding.enter(request, self.ledger)
 
     def _prefill(self) -> list[Chunk]:
         return []

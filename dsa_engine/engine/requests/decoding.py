@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.requests.draft_number import DraftNumber
 from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
@@ -47,6 +48,7 @@ class Table(NamedTuple):
     least: Ints  # number of tokens from which it may end by a token
     recorded: Ints  # number of tokens up to which selections are recorded
     pages: Ints  # held in the owner's pool
+    even_pages: Ints  # see :func:`.ledger.even_pages`
     unread: Ints  # tokens that have been sampled and not read
     unverified: Ints  # unread tokens that turn out to be none if drafts are not accepted
     drafts: Ints  # drafts of the next tokens that the host knows
@@ -117,8 +119,8 @@ class Decoding:
 
     # Requests come and leave.
 
-    def enter(self, request: Request, pages: int) -> None:
-        """Adds a request that is prefilled and holds ``pages`` pages in its owner's pool."""
+    def enter(self, request: Request, ledger: PageLedger) -> None:
+        """Adds a request that is prefilled."""
         params = request.params
         if params.stop_token_ids and not self._ends.issuperset(params.stop_token_ids):
             self._set_ends((*self._ends, *params.stop_token_ids))
@@ -130,7 +132,8 @@ class Decoding:
             "expected": len(request.prompt) + request.expected_output,
             "least": len(request.prompt) + params.min_tokens,
             "recorded": len(request.prompt) + params.selection,
-            "pages": pages,
+            "pages": ledger.held(request),
+            "even_pages": ledger.even_pages(request),
             "unread": len(request.placeholders),
             "unverified": 0,
             "drafts": len(request.drafts),
@@ -202,10 +205,11 @@ class Decoding:
     def decodes(self) -> bool:
         return bool(self._active.any())
 
-    def give_pages(self, give: Callable[[Request, int], bool]) -> list[Request]:
+    def give_pages(self, give: Callable[[Request, int], int]) -> list[Request]:
         """Gives requests the pages that they lack for their next step: for their tokens, for the drafts that it
         verifies, and for those that it makes but for the last. ``give`` is called with a request and the number of
-        pages that it lacks, and returns whether there are so many. Returns the requests that got none."""
+        pages that it lacks, and returns its ``even_pages`` then, 0 if there are not so many. Returns the requests that
+        got none."""
         table, number = self.table, self.draft_number.number
         needed = table.length
         if number or self._planned:  # otherwise no token is unverified
@@ -217,7 +221,8 @@ class Decoding:
         rows = ((lacks > 0) & self._active).nonzero()[0]
         lacks, requests = lacks[rows], [self.requests[row] for row in rows.tolist()]
         given = [give(request, pages) for request, pages in zip(requests, lacks.tolist(), strict=True)]
-        table.pages[rows] += lacks * np.array(given, np.int64)
+        table.pages[rows] += lacks * (np.array(given) > 0)
+        table.even_pages[rows] = np.maximum(table.even_pages[rows], given)
         return [] if all(given) else [one for one, has in zip(requests, given, strict=True) if not has]
 
     def step(self) -> DecodeStep | None:
@@ -249,7 +254,9 @@ class Decoding:
             Chunk(self.requests[row], start, count, self._alone[rank], count, follows)
             for row, start, count, follows, rank in numbers
         ]
-        return DecodeStep(chunks, samples, starts, asks, self._top_k)
+        pages = int(table.even_pages[rows].max()) if len(self._holders) > 1 else 0
+        least = max(0, (pages - 1) * self._page_size + 1)
+        return DecodeStep(chunks, samples, starts, asks, self._top_k, least)
 
     def _keep_drafts(self, number: int) -> None:
         """Forgets the drafts of each request after its first ``number``."""

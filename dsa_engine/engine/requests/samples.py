@@ -98,6 +98,7 @@ class DecodeStep(NamedTuple):
     starts: Ints  # [n], position of each request's first row
     asks: int  # what any request asks of the sampler, see ``SamplingParams.asks``
     top_k: int  # the largest ``num_best`` of a request
+    least_context: int = 0  # tokens of a request that lies evenly and has as many pages on a rank as any of these
 
 
 class DraftResult(NamedTuple):

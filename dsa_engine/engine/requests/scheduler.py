@@ -213,7 +213,7 @@ class Scheduler:
         if hot is not None:
             ledger.enter(request)
         request.num_computed_tokens = request.num_prefill_tokens
-        self.decoding.enter(request, need)
+        self.decoding.enter(request, ledger)
 
     def schedule(self) -> Step:
         """Plans the next step, which takes effect once it is launched (:meth:`launched`). If it never is, requests that
@@ -255,7 +255,7 @@ class Scheduler:
     def _prefilled(self, request: Request, ranks: range) -> None:
         own = self.ledger.pool_of(request.owner)
         self.ledger.release(request, [pool for pool in self.ledger.pools_of(ranks) if pool != own])
-        self.decoding.enter(request, self.ledger.held(request))
+        self.decoding.enter(request, self.ledger)
 
     def requests_of(self, step: Step | Samples) -> list[Request]:
         """The requests that a step computes, or samples for; without those that have left since."""

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dsa_engine.engine.cache.ledger import even_pages
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, LastRows, Request
 from dsa_engine.engine.requests.samples import key_of
@@ -184,7 +185,8 @@ class Passes(ABC):
         page_size = self.cache.page_size
         of_group = self._of_group(step) or [own]
         # Padding rows of a request come after its last one, in the passes too.
-        longest = max((len(chunk.request.pages) for of_rank in of_group for chunk in of_rank), default=0)
+        ranks = self.mesh.dcp.size
+        longest = max((even_pages(chunk.request.pages, ranks) for of_rank in of_group for chunk in of_rank), default=0)
         max_pages = longest + pages_for(2 * width, page_size)
         bucket = Bucket(step.samples.max_requests, width, max_pages * page_size)
         padded = RankPlan(own).padded(bucket, self.model.config.has_indexer)

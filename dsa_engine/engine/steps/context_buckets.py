@@ -51,7 +51,8 @@ class ContextBuckets:
             return context
         # A step may follow a step in flight whose drafts count as accepted, though the request may end with them.
         longest = self.max_model_len + 2 * num_drafts + max(0, num_drafts - 1)
-        return max(tokens, pages_for(longest, self.page_size) * self.page_size)
+        context = pages_for(longest, self.page_size) * self.page_size
+        return context if tokens <= context else next_power_of_2(tokens)
 
     def all(self, num_drafts: int = 0) -> list[int]:
         """All lengths that :meth:`of` may return, the smallest first."""
@@ -66,20 +67,22 @@ def own_bucket(step: DecodeStep) -> Bucket:
     """The shape of a step that runs eagerly, on every rank."""
     samples = step.samples
     rows = int(samples.counts.max())
-    return Bucket(int(samples.numbers.max()) + 1, rows, int(step.starts.max()) + rows, for_graph=False)
+    context = max(int(step.starts.max()) + rows, step.least_context)
+    return Bucket(int(samples.numbers.max()) + 1, rows, context, for_graph=False)
 
 
 def bucket_of(step: DecodeStep | Sequence[Chunk], contexts: ContextBuckets, num_drafts: int = 0) -> Bucket | None:
     """The smallest bucket that a decode step fits in; None if it has too many rows for one. The context has room for
     the ``num_drafts`` drafts that the step makes, and every request has rows to verify as many."""
+    least = 0
     if isinstance(step, DecodeStep):
-        ranks, counts, starts = step.samples.ranks, step.samples.counts, step.starts
+        ranks, counts, starts, least = step.samples.ranks, step.samples.counts, step.starts, step.least_context
     else:
         columns = [(chunk.ranks.start, chunk.length, chunk.start) for chunk in step]
         ranks, counts, starts = np.array(columns, np.int64).T
     rows = max(1 + num_drafts, int(counts.max()))
     # A request with fewer rows is padded with rows after its last one.
-    context = contexts.of(int(starts.max()) + rows + num_drafts, num_drafts)
+    context = contexts.of(max(int(starts.max()) + rows + num_drafts, least), num_drafts)
     requests = int(np.bincount(ranks).max())
     if contexts.exact_rows is None:
         return Bucket(next_power_of_2(requests), rows, context)

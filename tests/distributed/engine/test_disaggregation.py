@@ -106,7 +106,8 @@ def test_one_rank_each(disaggregated: Callable[..., Any]) -> None:
     assert results[1]["preemptions"] > 0 and results[1]["prefilled"] == 0
 
 
-@pytest.mark.parametrize("prefill", [1, 2])
+# With two, both parts have a leader and another rank.
+@pytest.mark.parametrize("prefill", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_engines_in_a_row(disaggregated: Callable[..., Any], prefill: int) -> None:
     """The leaders of a part are in more process groups than its other ranks when the second engine makes its own."""
     case = {"options": SMALL | {"max_num_batched_tokens": 16}, "generate": requests(4), "engines": 2}

@@ -26,7 +26,7 @@ CASES = {
     2: [
         case("anywhere", 2, 2),
         case("nearly all on one rank", 2, 2, skew=0.95),
-        case("padded", 2, 2, "all_gather", padded=True),
+        case("padded", 2, 2, "all_gather", padded=True, skew=0.8),
         case("dense", 2, 2, model_type="deepseek_v3"),
         case("many rows, whose thresholds travel", 2, 2, lengths=[9 + 7 * number for number in range(16)]),
         case("some spilled", 2, 2, resident=60, spilled=90, skew=0.6, least=5),

@@ -54,7 +54,6 @@ def main() -> None:
             faulty = engine.cache.index_keys[1]
         results[case["name"]] = sound, checked(engine, case["folder"])
         GroupRows.select = select  # type: ignore[method-assign]
-        engine.cache_steps.close()
     torch.save(results, folder / f"rank{rank}.pt")
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from dsa_engine import LLM, ParallelConfig, SamplingParams
+from dsa_engine.engine.cache.ledger import even_pages
 from dsa_engine.engine.engine import Engine
 from dsa_engine.engine.requests.limits import pages_for
 from dsa_engine.engine.requests.request import Chunk, Request
@@ -126,7 +127,8 @@ def run_case(case: dict[str, Any]) -> Logits:
             if request.owner in mesh.dcp.ranks
         ]
         samples = Samples.by_rank(np.arange(len(requests)), owners, counts, mesh.world_size, -1)
-        run(Step(chunks, DecodeStep(chunks, samples, starts, 0, 0)))
+        least = max(even_pages(chunk.request.pages, mesh.dcp.size) for chunk in chunks) * size
+        run(Step(chunks, DecodeStep(chunks, samples, starts, 0, 0, least)))
     return result
 
 

@@ -148,7 +148,7 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     together = engine.mesh.dcp.size
     result["own_pages_lost"] = together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
-    if engine.cache_steps.stores:
+    if steps and steps.stores:
         llm.close()  # when all is written, which another case may read
     return result
 
@@ -181,8 +181,8 @@ def one_by_one(
     """Like ``LLM.generate``; one more request arrives every ``every`` steps, and ``aborts`` are aborted."""
     inbox, replies = Inbox(lambda stopped: None), list[Reply]()
     step = 0
-    if llm.engine.cache_steps.loads:  # the loop waits for messages over the hosts' group meanwhile
-        llm.engine.cache_steps.loads.group = llm.engine.mesh.world
+    if (steps := llm.engine.cache_steps) and steps.loads:  # the loop waits for messages over the hosts' group meanwhile
+        steps.loads.group = llm.engine.mesh.world
     while len(replies) < len(prompts) or llm.engine.has_work:
         if step % every == 0 and len(replies) < len(prompts):
             (add,) = new_requests(prompts[len(replies)], params[len(replies)], None, llm.engine.limits)

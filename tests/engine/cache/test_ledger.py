@@ -10,10 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
 from dsa_engine.engine.cache.ledger import PageLedger
 from dsa_engine.engine.cache.pool import PageIndex, PagePool
+from dsa_engine.engine.requests.decoding import Decoding
+from dsa_engine.engine.requests.limits import Capacity
 from dsa_engine.engine.requests.request import Chunk, Request
+from dsa_engine.engine.steps.context_buckets import ContextBuckets, bucket_of, own_bucket
+from dsa_engine.model.forward_batch import ShardTables
+from dsa_engine.parallel.group import Group
 from dsa_engine.sampling_params import SamplingParams
 
 
@@ -147,6 +153,27 @@ def test_a_request_has_as_many_pages_on_each_rank(size: int) -> None:
             assert max(on_ranks) - min(on_ranks) <= 1
             assert len(set(pages)) == len(pages)
         assert ledger.held(request) == len(ledger._held[request][request.owner // size]) == 20 + number % 3
+
+
+@pytest.mark.parametrize(
+    ("pages", "even", "width"), [(9, True, 4), (9, False, 16), (17, False, 32), (33, True, 16), (33, False, 64)]
+)
+def test_tables_are_as_wide_as_the_pages_of_a_rank(pages: int, even: bool, width: int) -> None:
+    """A step takes a longer context if they lie unevenly: here all on one rank."""
+    ledger, decoding = PageLedger(0, 4, 50, dcp_size=4), Decoding(0, Capacity(4, 4, 50, 16, 4))
+    if not even:
+        taken = ledger.pools[0].take(200)
+        ledger.pools[0].release(taken[taken % 4 == 0])
+    request = Request(0, [0] * (16 * pages - 1), SamplingParams(max_tokens=17))
+    ledger.begin(request, [0], np.empty(0, np.int64), pages)
+    decoding.enter(request, ledger)
+    assert (step := decoding.step()) is not None
+    graph = bucket_of(step, ContextBuckets(1024, 16, fewest=16))
+    assert graph is not None
+    on_rank = max(sum(page % 4 == rank for page in request.pages) for rank in range(4))
+    tables = ShardTables(16, torch.device("cpu"), Group((0, 1, 2, 3), 0, None), 50)
+    assert tables.shape(1, graph.context) == (8, width) and on_rank <= width
+    assert tables.shape(1, own_bucket(step).context) == (8, on_rank)
 
 
 def test_rows_in_host_memory_come_back_on_their_rank() -> None:

@@ -153,7 +153,8 @@ class _StateCollector:
     def __init__(self, facts: EngineFacts, model_name: str):
         self._labels = [model_name, _ENGINE]
         capacity = facts.limits.capacity
-        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(capacity.world_size * capacity.pages)}
+        blocks = capacity.world_size * (capacity.pages + capacity.spilled)
+        pages = {"block_size": str(capacity.page_size), "num_gpu_blocks": str(blocks)}
         self._cache = {"cache_dtype": facts.cache.get("kv_cache_dtype", "")} | pages
         self._cache["enable_prefix_caching"] = facts.cache.get("enable_prefix_caching", "")
 

@@ -288,6 +288,7 @@ class PagePool:
         # Of each rank: pages that hold nothing, the next one last; pages with a digest that no request holds.
         self.unused = [array("i", range((pages - 1) * size + rank, -1, -size)) for rank in range(size)]
         self._resident, self._regions = pages * size, size if not spilled else 2 * size
+        self._first_spilled = self._resident if spilled else None
         pages += spilled
         if spilled:
             last = (pages - 1) * size
@@ -405,7 +406,9 @@ class PagePool:
         hits = pages[here]
         cached = self._stamps[hits] >= 0
         self._shared[hits[~cached]] += 1
-        for region, some in self._by_region(hits[cached]):  # held before any page is taken: they are not evicted
+        for region, some in by_rank(
+            hits[cached], self._size, self._first_spilled
+        ):  # held before any page is taken: they are not evicted
             self._cached[region].remove(some)
         brought, slots = self._bring(pages, numbers, count) if self._slots else 2 * (np.empty(0, np.int64),)
         absent = (pages < 0).nonzero()[0]
@@ -449,7 +452,8 @@ class PagePool:
             can[its[self._free_of(size + rank) :]] = False
         can[can.nonzero()[0][limit:]] = False
         for rank in range(size):
-            its = (can & (pages % size == rank)).nonzero()[0]
+            if not len(its := (can & (pages % size == rank)).nonzero()[0]):
+                continue
             old, new = pages[its], self._take_of(size + rank, len(its))
             moved[its] = new
             self.copies.append(PageCopies(True, old, -1 - new))
@@ -502,18 +506,10 @@ class PagePool:
         self._shared[pages[shared]] -= 1
         pages = pages[~shared]
         named = self._digest_of[pages] >= 0
-        for region, some in self._by_region(pages[named]):
+        for region, some in by_rank(pages[named], self._size, self._first_spilled):
             self._cached[region].add(some)
-        for region, some in self._by_region(pages[~named]):
+        for region, some in by_rank(pages[~named], self._size, self._first_spilled):
             self.unused[region].extend(as_array(some))
-
-    def _by_region(self, pages: Ints) -> Iterator[tuple[int, Ints]]:
-        if self._regions == self._size:
-            yield from by_rank(pages, self._size)
-            return
-        for spilled in (False, True):
-            some = pages[(pages >= self._resident) == spilled]
-            yield from ((rank + self._size * spilled, its) for rank, its in by_rank(some, self._size))
 
     def evict_all(self) -> None:
         """Frees all cached pages and all host memory, and forgets the digests of held pages; the caller clears the
@@ -526,8 +522,12 @@ class PagePool:
         self.host.clear()
 
 
-def by_rank(pages: Ints, size: int) -> Iterator[tuple[int, Ints]]:
-    """The numbers of a pool's pages, or slots, of each rank."""
+def by_rank(pages: Ints, size: int, first_spilled: int | None = None) -> Iterator[tuple[int, Ints]]:
+    """The numbers of a pool's pages, or slots, of each rank; of each region, if there are spilled ones."""
+    if first_spilled is not None:
+        regions = pages % size + size * (pages >= first_spilled)
+        yield from ((region, pages[regions == region]) for region in range(2 * size))
+        return
     for rank in range(size if len(pages) else 0):
         yield rank, pages if size == 1 else pages[pages % size == rank]
 

@@ -80,6 +80,7 @@ class Spilling:
             if (lacks := pages - front - its.free) > 0 and (lacks := lacks - self.spill(pool, lacks)) > 0:
                 before, hits = hits, its.spill(hits, lacks)
                 self.spilled += int((hits != before).sum())
+            assert its.free >= pages - front, "what a decode step writes must be resident"
             return hits
 
         return make_room

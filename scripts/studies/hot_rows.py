@@ -2,8 +2,9 @@
 
     PYTHONPATH=scripts python scripts/studies/hot_rows.py --plot hot_rows.png
 
-The demo model answers questions about a document and goes on; its selections are recorded, and a model of the hot rows
-replays them: rows replaced by age of their last use. Then what the misses cost DeepSeek-V3.2 on 8 H200 at 128K.
+The demo model answers questions about a document and goes on; its selections are recorded, and replayed by a model of
+hot rows that are replaced by their last use, and by the engine's own resolver. Then what the misses cost DeepSeek-V3.2
+on 8 H200 at 128K.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from demo import question
 from dsa_engine import LLM, SamplingParams
@@ -21,6 +23,7 @@ from dsa_engine.commands.planner.demand import Demand
 from dsa_engine.commands.planner.deployment import Deployment, Placed
 from dsa_engine.commands.planner.devices import DEVICES
 from dsa_engine.commands.planner.predict import OWN, predict_decode
+from dsa_engine.kernels.rows.resolve_rows import COLUMNS, resolve_rows
 from dsa_engine.measure.plots import check_plot, load_pyplot, save
 from dsa_engine.measure.report import environment, format_table, write_json
 from dsa_engine.weights.model_folder import model_config
@@ -44,16 +47,25 @@ def main() -> None:
     sizes = [int(factor * topk) for factor in FACTORS]
     layers = np.array([[[misses(of, size) for of in one] for one in recorded] for size in sizes]) / topk
     by_size = layers.mean(axis=(1, 2))
-    rows = [[size, *of.mean(axis=0), all_] for size, of, all_ in zip(sizes, layers, by_size, strict=True)]
+    own = np.array([np.mean([[resolved(of, size) for of in one] for one in recorded]) for size in sizes]) / topk
+    rows = [[size, *of.mean(axis=0), *both] for size, of, *both in zip(sizes, layers, by_size, own, strict=True)]
     names = [f"layer {number}" for number in range(layers.shape[2])]
-    print(format_table(("hot rows", *names, "mean"), [[size, *(f"{x:.1%}" for x in some)] for size, *some in rows]))
+    print(
+        format_table(
+            ("hot rows", *names, "mean", "engine"), [[size, *(f"{x:.1%}" for x in some)] for size, *some in rows]
+        )
+    )
     print(f"\nmisses, of the {topk} rows of a step; {len(DEPTHS)} answers of {args.output_len} tokens\n")
     print(format_table(("hot rows", "requests", "tokens/s", "of it fetching", "x"), modelled(by_size)))
     if args.plot:
-        draw(args.plot, sizes, layers.mean(axis=1).T, names)
+        draw(args.plot, sizes, [*layers.mean(axis=1).T, own], [*names, "the engine, mean"])
     if args.json:
         about = environment(llm.engine.mesh.device, llm.engine.dtype, 1)
-        write_json(args.json, about | {"hot_rows": sizes, "index_topk": topk, "misses": layers.mean(axis=1).tolist()})
+        write_json(
+            args.json,
+            about
+            | {"hot_rows": sizes, "index_topk": topk, "misses": layers.mean(axis=1).tolist(), "engine": own.tolist()},
+        )
 
 
 def selections(llm: LLM, depth: float, args: Namespace) -> np.ndarray:
@@ -83,6 +95,17 @@ def misses(steps: Iterable[Sequence[int]], size: int) -> float:
     return float(np.mean(counts[1:]))
 
 
+def resolved(steps: np.ndarray, size: int) -> float:
+    """The same of the engine's resolver, for one request in a set of hot rows."""
+    pages, (row_of, stamp) = int(steps.max()) // 64 + 2, torch.full((2, 2, size), -1, dtype=torch.int32)
+    tables = torch.full((pages, 64), -1, dtype=torch.int32), row_of, stamp.zero_()
+    of_set, first = torch.zeros(2, COLUMNS, dtype=torch.int64), 0
+    for number, step in enumerate(torch.from_numpy(np.ascontiguousarray(steps))):
+        resolve_rows(step[None], torch.zeros(1, dtype=torch.int32), *tables, of_set, limit=0)
+        first = int(of_set[0, -1]) if number == 0 else first
+    return (int(of_set[0, -1]) - first) / (len(steps) - 1)
+
+
 def modelled(parts: Sequence[float]) -> list[list[object]]:
     """By hot rows: the largest number of requests of a device, tokens a second of all, the part of the step that reads
     from host memory, and the ratio to a cache that lies on the device."""
@@ -106,7 +129,7 @@ def modelled(parts: Sequence[float]) -> list[list[object]]:
     return table
 
 
-def draw(path: str, sizes: Sequence[int], of_layers: np.ndarray, names: Sequence[str]) -> None:
+def draw(path: str, sizes: Sequence[int], of_layers: Sequence[np.ndarray], names: Sequence[str]) -> None:
     figure, axes = load_pyplot().subplots(figsize=(6, 4), layout="tight")
     for name, of in zip(names, of_layers, strict=True):
         axes.plot(sizes, 100 * of, marker="o", label=name)

@@ -369,7 +369,7 @@ class PagePool:
             copied, slots = self.host.put(numbers, region)
             self.copies.append(PageCopies(True, evicted[copied], slots))
         else:  # a spilled page may have a copy in host memory, from which it came
-            self._index.lose(self._number, numbers[self.host.slots_of(numbers) < 0] if self._slots else numbers)
+            self._lose(numbers)
         return np.concatenate((pages, evicted))
 
     def fits(self, numbers: Ints, pages: int, room: int) -> bool:
@@ -406,9 +406,8 @@ class PagePool:
         hits = pages[here]
         cached = self._stamps[hits] >= 0
         self._shared[hits[~cached]] += 1
-        for region, some in by_rank(
-            hits[cached], self._size, self._first_spilled
-        ):  # held before any page is taken: they are not evicted
+        # Held before any page is taken: they are not evicted.
+        for region, some in by_rank(hits[cached], self._size, self._first_spilled):
             self._cached[region].remove(some)
         brought, slots = self._bring(pages, numbers, count) if self._slots else 2 * (np.empty(0, np.int64),)
         absent = (pages < 0).nonzero()[0]
@@ -497,6 +496,10 @@ class PagePool:
         numbers = self._digest_of[pages].astype(np.int64)
         numbers = numbers[numbers >= 0]
         self._digest_of[pages] = self._index.page[self._number, numbers] = -1
+        self._lose(numbers)
+
+    def _lose(self, numbers: Ints) -> None:
+        """Digests whose pages are gone are not known any more, unless host memory has a copy."""
         self._index.lose(self._number, numbers[self.host.slots_of(numbers) < 0] if self._slots else numbers)
 
     def release(self, pages: Ints) -> None:

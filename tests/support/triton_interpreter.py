@@ -7,6 +7,8 @@ result, as float32 has more than twice the digits. Which operations stay in bflo
 quotients) is decided by Triton's own front end, as when it compiles. ``tl.dot`` adds products of bfloat16 numbers,
 exact in float32, to its float32 accumulator.
 
+The memory of every launch is watched (``kernel_memory.py``), and its programs run in a random order.
+
 A row of ``tl.dot`` is the same bits wherever it lies in its block, as on a GPU. The interpreter itself multiplies by
 BLAS, which promises no such thing: OpenBLAS without AVX-512 adds the products of some rows of a block in another order.
 
@@ -24,6 +26,9 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from kernel_memory import Launch
+
+_random = np.random.default_rng(0)
 _QUIET_NAN = np.uint16(0x7FC0)
 
 
@@ -75,7 +80,27 @@ class _Builder(interpreter.InterpreterBuilder):
     def get_bf16(self, value: float) -> Any:
         return interpreter.TensorHandle(np.array([value], np.float32), tl.bfloat16)
 
+    launch: Launch | None = None  # the one that runs
+    order: np.ndarray  # of its programs
+
+    def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
+        super().set_grid_dim(nx, ny, nz)
+        self.order = _random.permutation(nx * ny * nz)
+
+    def set_grid_idx(self, x: int, y: int, z: int) -> None:
+        _, ny, nz = self.grid_dim
+        program = int(self.order[(x * ny + y) * nz + z])
+        super().set_grid_idx(program // (ny * nz), program // nz % ny, program % nz)
+        if self.launch is not None:
+            self.launch.begin(program)
+
+    def create_barrier(self) -> None:
+        if self.launch is not None:
+            self.launch.barriers += 1
+
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *hints: Any, **named_hints: Any) -> Any:
+        if self.launch is not None:
+            self.launch.access(ptrs, mask.data, writes=False)
         if not _is_bfloat16(ptrs.get_element_ty()):
             return super().create_masked_load(ptrs, mask, other, *hints, **named_hints)
         masked = np.zeros_like(ptrs.data, np.uint16) if other is None else narrow(other.data)
@@ -83,6 +108,8 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(widen(bits), tl.bfloat16)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *hints: Any) -> None:
+        if self.launch is not None:
+            self.launch.access(ptrs, mask.data, writes=True)
         interpreter._interpreter.store(ptrs.data, _bits_of(value), mask.data)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -117,7 +144,23 @@ class _Builder(interpreter.InterpreterBuilder):
 
     def create_atomic_rmw(self, operation: Any, ptr: Any, val: Any, *others: Any) -> Any:
         assert not _is_bfloat16(val.dtype), "no kernel has atomic operations in bfloat16"
+        if self.launch is not None:
+            self.launch.atomic(ptr, others[0].data)
         return super().create_atomic_rmw(operation, ptr, val, *others)
+
+
+class _Executor(interpreter.GridExecutor):
+    """A launch, whose memory is watched."""
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        tensors = [x for x in (*args, *named.values()) if hasattr(x, "data_ptr")]
+        builder = interpreter.interpreter_builder
+        builder.launch = Launch(self.fn.__name__, tensors)
+        try:
+            super().__call__(*args, **named)
+            builder.launch.check()
+        finally:
+            builder.launch = None
 
 
 def _patch_language_once(function: Any) -> Any:
@@ -132,6 +175,7 @@ def install() -> None:
     interpreter.interpreter_builder.__class__ = _Builder
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+    interpreter.GridExecutor = _Executor
     interpreter.TensorHandle.__post_init__ = _round_or_check
     interpreter._get_np_dtype = _numpy_dtype_once
     interpreter._patch_lang = _patch_language_once

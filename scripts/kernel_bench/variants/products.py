@@ -42,35 +42,34 @@ def _ask(address, size):
 def product_ahead_kernel(
     x, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr, BAND: tl.constexpr,
-    CONVERTS: tl.constexpr, ASKED: tl.constexpr, AHEAD: tl.constexpr,
+    CONVERTS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The engine's kernel for one tile of rows. Until the launch before has ended, whose result is x, the first ASKED
-    blocks of the program's weights come into L2: no farther than x itself, then."""
+    """The engine's kernel for one tile of rows. Until the launch before has ended, whose result is x, the program's
+    weights come into L2: no farther than x itself, then. A multiprocessor has room for 3 programs of any launches."""
     if AHEAD:
         tl.extra.cuda.gdc_launch_dependents()
-        blocks = inner // _BLOCK
-        begin = blocks * tl.program_id(1) // tl.num_programs(1)
-        count = tl.minimum(blocks * (tl.program_id(1) + 1) // tl.num_programs(1) - begin, ASKED)
+        begin = inner // _BLOCK * tl.program_id(1) // tl.num_programs(1)
+        end = inner // _BLOCK * (tl.program_id(1) + 1) // tl.num_programs(1)
         row = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), width - 1).to(tl.int64)
-        _ask(weight + row * inner + begin * _BLOCK, count * _BLOCK)
-        # As each launch waits, all before that one have ended too.
-        tl.extra.cuda.gdc_wait()
+        _ask(weight + row * inner + begin * _BLOCK, (end - begin) * _BLOCK)
+        tl.extra.cuda.gdc_wait()  # all launches before have ended: that one has waited too
     _matmul(
         x, None, weight, weight_scale, out, parts, finished, rows, width, inner, x_stride, 0, part_stride,
         ROWS, COLUMNS, WHOLE, SWAPPED, BAND, False, CONVERTS,
     )  # fmt: skip
 
 
-def product_ahead(x: Tensor, weight: Tensor, scale: Tensor, finished: Tensor, asked: int = 4) -> Tensor:
-    """:func:`block_scaled_linear` of up to 16 rows, to the same bits."""
+def product_ahead(x: Tensor, weight: Tensor, scale: Tensor, finished: Tensor, programs: int = 2) -> Tensor:
+    """:func:`block_scaled_linear` of up to 16 rows and whole blocks, by up to ``programs`` a multiprocessor."""
     if not runs_triton(x):
         return engine.block_scaled_linear(x, weight, scale)
     (rows, inner), width = x.shape, weight.shape[0]
-    grid, constants = engine._plan(rows, width, inner, chip_of(x), False)
-    out, parts = x.new_empty(rows, width), x.new_empty(grid[1], rows, width, dtype=torch.float32)
-    product_ahead_kernel[grid](
-        x, weight, scale, out, parts if grid[1] > 1 else None, finished, rows, width, inner, x.stride(0), rows * width,
-        ASKED=asked, AHEAD=not INTERPRETED, launch_pdl=True, **constants,
+    (tiles, _), constants = engine._plan(rows, width, inner, chip_of(x), False)
+    splits = engine.splits_for(tiles, cdiv(inner, BLOCK), programs * chip_of(x).multiprocessors)
+    out, parts = x.new_empty(rows, width), x.new_empty(splits, rows, width, dtype=torch.float32)
+    product_ahead_kernel[(tiles, splits)](
+        x, weight, scale, out, parts if splits > 1 else None, finished, rows, width, inner, x.stride(0), rows * width,
+        AHEAD=not INTERPRETED, launch_pdl=True, **constants,
     )  # fmt: skip
     return out
 
@@ -78,11 +77,12 @@ def product_ahead(x: Tensor, weight: Tensor, scale: Tensor, finished: Tensor, as
 @kernel
 def prefetch_rows_kernel(matrix, rows, stride, SIZE: tl.constexpr):
     for first in range(tl.program_id(0) * 32, rows, tl.num_programs(0) * 32):
-        _ask(matrix + (first + tl.arange(0, 32)).to(tl.int64) * stride, SIZE)
+        row = tl.minimum(first + tl.arange(0, 32), rows - 1)
+        _ask(matrix + row.to(tl.int64) * stride, SIZE)
 
 
 def prefetch_rows(*matrices: Tensor) -> None:
-    """Asks for matrices of a multiple of 32 rows, which may lie apart, by few programs: others run beside them."""
+    """Asks for matrices, whose rows may lie apart, by few programs, as a collective or top-k runs beside them."""
     for matrix in matrices:
         if runs_triton(matrix) and not INTERPRETED:
             prefetch_rows_kernel[(16,)](matrix, len(matrix), matrix.stride(0), SIZE=matrix[0].nbytes, num_warps=1)
@@ -149,7 +149,7 @@ def _chain(make: Inputs, rows: int, less: int) -> KernelCase:
             y = product(y[:, : weight.shape[1]], weight, scale, finished=finished)
         return y
 
-    others = {"the engine's": engine.block_scaled_linear, "all asked for": partial(product_ahead, asked=999)}
+    others = {"the engine's": engine.block_scaled_linear, "3 programs": partial(product_ahead, programs=3)}
     baselines = {name: _graphed(x, multiply, way) for name, way in others.items()}
     shape, size = f"{rows} rows, {len(weights)} products", float(sum(weight.nbytes for weight, _ in weights))
     return KernelCase("launches ahead", shape, _graphed(x, multiply, product_ahead), size, 0, baselines, needs=HOPPER)

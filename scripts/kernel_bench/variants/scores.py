@@ -137,6 +137,7 @@ def gluon_scores(
 ) -> torch.Tensor:  # fmt: skip
     """Runs the kernel: FP8 ``q [T, 64, 128]``, pages of 64 FP8 keys."""
     (rows, width), (keys, key_scales) = (segments.rows, segments.longest), key_format.views(pool)
+    assert key_scales is not None  # of FP8 keys
     scores = torch.empty(rows, cdiv(width, 16) * 16, dtype=torch.float32, device=q.device)[:, :width]
     fair = rows * width // (8 * chip_of(q).multiprocessors * KEYS)
     tiles = segments.tiles(next_power_of_2(min(256, max(8, fair))))
@@ -158,8 +159,8 @@ def check(scores: torch.Tensor, triton: partial[torch.Tensor]) -> None:
     if len(wrong):
         row, key = wrong[0].tolist()
         raise ValueError(
-            f"{len(wrong):,} of {int(segments.visible.sum()):,} scores of the variant differ from Triton's by more than "
-            f"rounding, the first in row {row} at key {key}: {scores[row, key]:g} instead of {wanted[row, key]:g}"
+            f"{len(wrong):,} of {int(segments.visible.sum()):,} scores differ from Triton's by more than rounding, the "
+            f"first in row {row} at key {key}: {scores[row, key]:g} instead of {wanted[row, key]:g}"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from kernel_cases import attention, products, routing, rows
 from kernel_cases.inputs import Inputs, KernelCase, Sizes
 from variants.products import variant_products
+from variants.scores import variant_scores
 
 # Operations that decide the speed of long contexts come first, for runs with a time limit.
 CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
@@ -25,6 +26,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "hot_rows": rows.hot_rows,
     "quantise": rows.quantise,
     "variant_products": variant_products,
+    "variant_scores": variant_scores,
 }
 
 

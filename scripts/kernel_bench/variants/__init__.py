@@ -1,1 +1,2 @@
-"""Kernels that only a GPU can judge: none is in the package before a measurement shows it faster."""
+"""Kernels that only a GPU can judge: each beside what the package has today, with the figure that is expected of it. A
+variant enters the package with the measurement that shows it faster, or goes."""

@@ -94,7 +94,7 @@ def test_two_scoring_programs_share_a_multiprocessor() -> None:
 @compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 100, 120])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "variant_scores"])  # of Hopper only
 def test_kernels_fit_other_chips(name: str, capability: int) -> None:
     """They compile and fit; a few registers too many for a tile that was chosen for Hopper are tolerated."""
     assert_sound(name, capability, spilled=128)

@@ -2,9 +2,10 @@
 # What fifteen minutes on one GPU can answer, in two calls, the most important first. They may be cut off anywhere: FOLDER has
 # the traces, and results.tar.gz and summary.txt after each part.
 #
-#   scripts/gpu_15.sh first FOLDER     within 475 s: kernels beside their alternatives, TPOT (3 and 0 drafts) and TTFT of 4 layers
-#                                      of DeepSeek-V3.2-Exp as one rank of 64, tests, four ranks that share the GPU
-#   scripts/gpu_15.sh second FOLDER    within 175 s, on the same machine: TPOT and TTFT of 8 layers, then what failed before
+#   scripts/gpu_15.sh first FOLDER     within 475 s: kernels beside their alternatives and variants, TPOT (3 and 0 drafts) and
+#                                      TTFT of 4 layers of DeepSeek-V3.2-Exp as one rank of 64, tests, four ranks on the GPU
+#   scripts/gpu_15.sh second FOLDER    within 175 s, on the same machine: which launch failed, if TPOT did; TPOT and TTFT of 8
+#                                      layers, scores in Gluon, then what failed before
 #
 # GPU_DEVICE=cpu tries all of it at small sizes.
 . "$(dirname "$0")/gpu_parts.sh"
@@ -26,6 +27,7 @@ if [ "$device" = cpu ]; then
 else
 	find_gpus
 fi
+steps=(--input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 32 --fill-cache random)
 mkdir -p "$folder" "$out" || exit 2
 exec > >(tee -a "$folder/summary.txt") 2>&1
 after_part() {
@@ -37,6 +39,12 @@ after_part() {
 	tar czf "$folder/results.new" -C "$out" . && mv "$folder/results.new" "$folder/results.tar.gz"
 }
 
+bench() { # PART SECONDS NAMES OPTION…
+	local name=$1 limit=$2 names=$3
+	shift 3
+	shown='^ceilings|[0-9]%|^FAILED|^not measured' part "$limit" "$name" "$python" scripts/kernel_bench/bench_kernels.py \
+		"${kernels[@]}" --only "$names" --time-limit $((limit * 7 / 10)) --json "$out/$name.json"
+}
 measure() { # tpot|ttft LAYERS SECONDS OPTION…
 	local name=$1_$2 metric=$1 limit=$3
 	deep "$2"
@@ -51,16 +59,21 @@ run() { # PART; a new part: its command here, its name in `parts`, and their lim
 	one_process) shown=Error part 70 one_process "$python" scripts/check_ranks.py "$out/one_process.json" --device "$device" ;;
 	kernels)
 		[ "$compiling" = '' ] || wait "$compiling"
-		shown='^ceilings|[0-9]%|^FAILED|^not measured' part 50 kernels "$python" scripts/kernel_bench/bench_kernels.py "${kernels[@]}" \
-			--only sparse_prefill,linear,experts,top_k,sparse_decode,indexer_prefill --time-limit 35 --json "$out/kernels.json"
+		bench kernels 50 sparse_prefill,linear,experts,top_k,sparse_decode,indexer_prefill
 		;;
-	tpot_*) measure tpot "${1#*_}" 80 --input-len "${lengths[1]}" --batch-size $batch --max-num-seqs $batch --output-len 32 \
-		--fill-cache random --num-speculative-tokens 3,0 --repeat 2 ;;
+	variants) bench variants 30 variant_products,variant_topk ;;
+	scores) bench scores 25 variant_scores ;; # alone: a fault in Gluon may hang
+	launches) # each ended before the next: the error is of the one that it names
+		deep "${layers[0]}"
+		CUDA_LAUNCH_BLOCKING=1 shown='kernels/.*line|Error' part 45 launches "$python" scripts/measure_tpot.py \
+			"${one_rank[@]}" "${depth[@]}" "${steps[@]}" --num-speculative-tokens 3 --repeat 1 --kernels triton --no-progress
+		;;
+	tpot_*) measure tpot "${1#*_}" 80 "${steps[@]}" --num-speculative-tokens 3,0 --repeat 2 ;;
 	ttft_*) measure ttft "${1#*_}" 50 --input-len "${lengths[0]}" --output-len 1 --enable-dbo ;;
-	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 85 tests "${kernel_tests[@]}" ;;
+	tests) shown='^(FAILED|ERROR)|=+ .* (passed|failed)|^FAILED' tests 75 tests "${kernel_tests[@]}" ;;
 	ranks) shown='^(FAILED|[a-z_]+: [0-9.]+ s, )' part 100 ranks bash -c 'compare_ranks "$@"' bash "$out/one_process.json" ;;
-	stress) [ "$device" = cpu ] || shown=. part 25 stress "$python" scripts/kernel_bench/stress_last_program.py 12 ;;
-	depths) shown=. part 10 depths "$python" -c "$depths" "$out" "${layers[@]}" ;;
+	stress) [ "$device" = cpu ] || shown=. part 20 stress "$python" scripts/kernel_bench/stress_last_program.py 12 ;;
+	depths) shown=. part 5 depths "$python" -c "$depths" "$out" "${layers[@]}" ;;
 	esac
 }
 depths='import json, sys
@@ -76,10 +89,11 @@ if [ "$1" = first ]; then
 	rm -rf "${out:?}"/*
 	(after_part() { :; } && shown='FAILED|[Ee]rror' && compile) &
 	compiling=$!
-	parts=(environment one_process kernels "tpot_${layers[0]}" "ttft_${layers[0]}" tests ranks)
+	parts=(environment one_process kernels variants "tpot_${layers[0]}" "ttft_${layers[0]}" tests ranks)
 else
 	deadline=170
-	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths stress $(cat "$out/failed"))
+	parts=("tpot_${layers[1]}" "ttft_${layers[1]}" depths stress scores $(cat "$out/failed"))
+	! grep -q tpot "$out/failed" || parts=(launches "${parts[@]}")
 fi
 for name in "${parts[@]}"; do run "$name"; done
 [ ${#failed[@]} -eq 0 ] || echo "FAILED: ${failed[*]}"

@@ -26,6 +26,7 @@ from dsa_engine.kernels.linear.block_scaled_matmul import (
     block_scaled_matmul_triton,
     no_program_finished,
 )
+from dsa_engine.kernels.linear.linear import linear as plain_linear
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.integers import cdiv
@@ -116,6 +117,22 @@ def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                     product=tokens > 64,
                     needs=FP8_PRODUCTS if kind == "FP8" else 0,
                 )
+    for tokens in (sizes.tokens, 1, 4) if make.device.type == "cuda" else ():  # PyTorch's product is CUDA's alone
+        for name, out in {"router's gate": 256, "weights_proj": 64}.items():
+            x, weight = make.normal(tokens, HIDDEN), make.normal(out, HIDDEN)
+            yield KernelCase(
+                f"{name}, float32 result",
+                f"{tokens} x {HIDDEN} x {out}",
+                partial(plain_linear, x, weight, torch.float32),
+                bytes=x.nbytes + weight.nbytes + tokens * out * 4,
+                flops=2.0 * tokens * out * HIDDEN,
+                baselines={"our product": partial(_float32_product, x, weight)},
+            )
+
+
+def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    one = Groups(torch.full((1,), len(x), dtype=torch.int32, device=x.device))
+    return grouped_matmul_triton(x, weight[None], one, torch.float32)
 
 
 def _products(make: Inputs, kind: str, tokens: int, weight: Any) -> dict[str, Call]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kernel_cases import attention, products, routing, rows
 from kernel_cases.inputs import Inputs, KernelCase, Sizes
-from variants import topk
+from variants.topk import variant_topk
 
 # Operations that decide the speed of long contexts come first, for runs with a time limit.
 CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
@@ -24,7 +24,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "prologs": rows.prologs,
     "hot_rows": rows.hot_rows,
     "quantise": rows.quantise,
-    "variant_topk": topk.variant_topk,
+    "variant_topk": variant_topk,
 }
 
 

@@ -1,6 +1,6 @@
 """Scores and top-k in one launch, which begins at the last step's threshold; for the few rows of decode.
 
-Consecutive steps choose nearly the same tokens: about 1.1 k scores are above a floor a little below the k-th of the
+Consecutive steps choose nearly the same tokens: about 1.2 k scores are above a floor a little below the k-th of the
 step before. Each program of the scores keeps its own of these, in order of position, and the last program of a row
 selects among all: exactly. Where the floor misleads, it finds another in a sample and sweeps the row once; where that
 one does too, it reads the row at each step of the selection. So no result depends on floors.
@@ -85,7 +85,7 @@ def scores_and_topk_kernel(
     else:
         floor = tl.full([], MINUS_INF, tl.int32)
         if length > 4 * ROOM:
-            floor = _sampled_floor(scores, length, K + K // 4, ROOM)
+            floor = _sampled_floor(scores, length, K + K // 3, ROOM)
         size *= 0
         for first in range(0, length, ROOM // 2):
             size += _keep(scores, first, length, floor, kept, size, ROOM, ROOM // 2)
@@ -110,7 +110,7 @@ def scores_and_topk_kernel(
     page = tl.load(table + position // PAGE, mask=there, other=0)
     tl.debug_barrier()  # all threads have read their places
     tl.store(slots + entry, tl.where(there, page * PAGE + position % PAGE, -1), mask=entry < K)
-    # 1/32 of the way from the k-th key to the best: 1.13 k of 131,072 normal scores are above.
+    # 1/32 of the way from the k-th key to the best: of 131,072 normal scores 1.2 k are above.
     least, most = tl.min(tl.where(there, key, 0x7FFFFFFF)), tl.max(tl.where(there, key, MINUS_INF))
     lowered = tl.maximum(least - (most // 32 - least // 32), MINUS_INF)
     tl.store(next_floors + row, tl.where(done == K, lowered, MINUS_INF))
@@ -141,9 +141,9 @@ def scores_and_topk(
     held, slots, next_floors = floors.new_empty(rows, 2, spans), floors.new_empty(rows, k), torch.empty_like(floors)
     scores_and_topk_kernel[(cdiv(segments.longest, span), rows)](
         q, weights, keys, key_scales, tables, segments.tiles(1), segments.sequences, segments.visible, scores,
-        tables.stride(0), keys.stride(0), key_scales.stride(0), scores.stride(0), floors, candidates, held, kept,
-        finished, slots, next_floors, FORMAT=KEYS.helpers, K=k, SPAN=span, SPANS=spans, ROOM=room,
-        num_warps=8, maxnreg=128,
+        tables.stride(0), keys.stride(0), 0 if key_scales is None else key_scales.stride(0), scores.stride(0),
+        floors, candidates, held, kept, finished, slots, next_floors,
+        FORMAT=KEYS.helpers, K=k, SPAN=span, SPANS=spans, ROOM=room, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return slots, next_floors
 
@@ -166,4 +166,5 @@ def variant_topk(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                 partial(scores_and_topk, q.to(FP8), *given, finished, its),
                 bytes=pool.nbytes + 4 * rows * context,
                 baselines={"scores, then top-k": today},
+                needs=89,
             )

@@ -57,8 +57,8 @@ FLOORS: dict[str, Callable[[list[float]], float]] = {
 
 
 def test_the_last_floor(device: str) -> None:
-    """A row each: the same slots with every floor; floors for the next step; counters as they were. A key's scale is its
-    score, as one head's product is 1 and those of the others 0."""
+    """A row each: the same slots with every floor; floors for the next step; counters as they were. A key's scale is
+    its score, as one head's product is 1 and those of the others 0."""
     cases = [(name, row, floor) for name, row in ROWS.items() for floor in FLOORS]
     if INTERPRETED:  # each row with some of the floors; the first two with all
         cases = [case for i, case in enumerate(cases) if i < 2 * len(FLOORS) or i % 4 == 0]

@@ -43,7 +43,8 @@ def compiled(name: str, capability: int) -> Inspection:
 def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
     """No faults, except for a maximum number of spilled bytes per thread."""
     kernels, missing = compiled(name, capability)
-    assert kernels and all(capability == 80 and "needs instructions of sm_89" in reason for reason in missing)
+    assert kernels or (name.startswith("variant") and missing)
+    assert all(capability == 80 and re.search("needs instructions of sm_(89|90)$", reason) for reason in missing)
     for kernel, case in kernels:
         print(kernel)
         assert kernel.spilled <= spilled and not kernel.looped
@@ -52,7 +53,8 @@ def assert_sound(name: str, capability: int, spilled: int = 0) -> None:
 
 @compiles
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("experts", "linear"))) for n in CASES]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith(("experts", "linear", "variant"))) for n in CASES],
 )
 def test_kernels_fit_hopper(name: str) -> None:
     """No spills, shared memory within the limit, products by wgmma, at production sizes."""

@@ -28,6 +28,7 @@ from dsa_engine.kernels.runtime import launch
 from dsa_engine.kernels.runtime.integers import cdiv, next_power_of_2
 from dsa_engine.kernels.runtime.kernel import kernel
 from kernel_cases.inputs import INDEX_DIM, PAGE_SIZE, TOPK, Inputs, KernelCase, Sizes
+from variants.prolog import variant_prolog
 
 KEYS = index_key_format(INDEX_DIM, FP8)
 PAGE = tl.constexpr(PAGE_SIZE)
@@ -112,7 +113,7 @@ def scores_and_topk_kernel(
     tl.store(slots + entry, tl.where(there, page * PAGE + position % PAGE, -1), mask=entry < K)
     # 1/32 of the way from the k-th key to the best: of 131,072 normal scores 1.2 k are above.
     least, most = tl.min(tl.where(there, key, 0x7FFFFFFF)), tl.max(tl.where(there, key, MINUS_INF))
-    lowered = tl.maximum(least - (most // 32 - least // 32), MINUS_INF)
+    lowered = tl.maximum(least, MINUS_INF + (1 << 27)) - (most // 32 - least // 32)  # within int32
     tl.store(next_floors + row, tl.where(done == K, lowered, MINUS_INF))
 
 
@@ -168,3 +169,4 @@ def variant_topk(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
                 baselines={"scores, then top-k": today},
                 needs=89,
             )
+    yield from variant_prolog(make, sizes)

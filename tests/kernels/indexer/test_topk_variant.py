@@ -1,4 +1,5 @@
-"""The selection that begins at a floor (`scripts/kernel_bench/variants/topk.py`) against a sort in plain Python."""
+"""Variants in `scripts/kernel_bench/variants`: the selection that begins at a floor against a sort in plain Python, the
+prolog in one launch against its definition in float64."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from dsa_engine.kernels.formats.cache_format import FP8
 from dsa_engine.kernels.rows.segment import Segment, Segments
 from dsa_engine.kernels.runtime.launch import INTERPRETED
 from kernel_cases.inputs import PAGE_SIZE
+from variants.prolog import prolog
 from variants.topk import KEYS, MINUS_INF, scores_and_topk
 
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs the kernel to run")
@@ -33,6 +35,7 @@ ROWS = {
     "only -inf": torch.full((WIDTH,), -INF),
     "infinities": torch.where(CHANCE < 0.2, INF, torch.where(CHANCE < 0.5, -INF, NORMAL)),
     "less than k": NORMAL[:7],
+    "all have room": NORMAL[:45],
     "one": NORMAL[:1],
     "all in one span": torch.where(torch.arange(WIDTH) // 30 == 5, NORMAL + 9, NORMAL),
 }
@@ -61,7 +64,9 @@ def test_the_last_floor(device: str) -> None:
     its score, as one head's product is 1 and those of the others 0."""
     cases = [(name, row, floor) for name, row in ROWS.items() for floor in FLOORS]
     if INTERPRETED:  # each row with some of the floors; the first two with all
-        cases = [case for i, case in enumerate(cases) if i < 2 * len(FLOORS) or i % 4 == 0]
+        cases = [
+            case for i, case in enumerate(cases) if i < 2 * len(FLOORS) or i % 4 == 0 or case[0] == "all have room"
+        ]
     best = [sorted(row.tolist(), key=lambda score: -key(score)) for _, row, _ in cases]
     floors = torch.tensor([key(FLOORS[floor](its)) for (*_, floor), its in zip(cases, best, strict=True)])
     pages = WIDTH // PAGE_SIZE + 1
@@ -90,3 +95,26 @@ def test_the_last_floor(device: str) -> None:
         else:
             assert least - (most - least) / 32 - 2 <= floor <= max(least - (most - least) / 32 + 2, MINUS_INF.value)
     assert (finished == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prolog(rows: int, device: str, relative_error: Callable[[torch.Tensor, torch.Tensor], float]) -> None:
+    """Two parts of the inner dimension, the second tile of columns not whole; a block of zeros; twice, as counters stay
+    zeros."""
+    g = torch.Generator().manual_seed(rows)
+    x, residual, norm_weight = (torch.randn(n, 512, generator=g).bfloat16() for n in (rows, rows, 1))
+    residual[0, 128:256] = -x[0, 128:256]
+    weight = torch.randn(200, 512, generator=g).to(torch.float8_e4m3fn)
+    scale, finished = torch.rand(2, 4, generator=g), torch.zeros(2, dtype=torch.int32)
+    given = [t.to(device) for t in (x, residual, norm_weight[0], weight, scale, finished)]
+    for _ in range(2):
+        out, normed, summed = (t.cpu() for t in prolog(*given, 256))
+    assert torch.equal(summed, x + residual) and not given[-1].any()
+    full = summed.double()
+    wanted = full * (full.square().mean(dim=1, keepdim=True) + 1e-6).rsqrt() * norm_weight.double()
+    assert relative_error(normed, wanted) < 5e-3
+    blocks = normed.double().view(rows, 4, 128)
+    of_block = torch.exp2((blocks.abs().amax(dim=2, keepdim=True).clamp(min=1e-4) / 448).log2().ceil())
+    codes = (blocks / of_block).float().to(torch.float8_e4m3fn).double() * of_block
+    expanded = scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1).double() * weight.double()
+    assert relative_error(out, codes.view(rows, 512) @ expanded.T) < 3e-3

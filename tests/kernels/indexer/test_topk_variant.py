@@ -92,8 +92,8 @@ def test_the_last_floor(width: int, k: int, span: int, room: int, device: str) -
         wanted = torch.full((k,), -1)
         wanted[: len(chosen)] = table[chosen // PAGE_SIZE] * PAGE_SIZE + chosen % PAGE_SIZE
         assert torch.equal(got, wanted.int()), (case[0], case[2])
-        least, most = keys_of(its[:k][-1]).item(), keys_of(its[0]).item()
-        lower = least - (most - least) / 32 if len(chosen) == k else MINUS_INF.value
+        lowest, highest = keys_of(its[:k][-1]).item(), keys_of(its[0]).item()
+        lower = lowest - (highest - lowest) / 32 if len(chosen) == k else MINUS_INF.value
         assert abs(floor - lower) <= 2, (case[0], case[2])
     assert (finished == 0).all()
 

@@ -8,6 +8,7 @@ from kernel_cases import attention, products, routing, rows
 from kernel_cases.inputs import Inputs, KernelCase, Sizes
 from variants.products import variant_products
 from variants.scores import variant_scores
+from variants.topk import variant_topk
 
 # Operations that decide the speed of long contexts come first, for runs with a time limit.
 CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
@@ -27,6 +28,7 @@ CASES: dict[str, Callable[[Inputs, Sizes], Iterator[KernelCase]]] = {
     "quantise": rows.quantise,
     "variant_products": variant_products,
     "variant_scores": variant_scores,
+    "variant_topk": variant_topk,
 }
 
 

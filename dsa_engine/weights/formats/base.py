@@ -80,6 +80,7 @@ def words_of(quantized: Quantized | None) -> Sequence[torch.Tensor]:
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
+    rows: Sequence[int]  # of the matrices that it stacks
     # Whether a row of x is quantised by its largest magnitude, which a rank with some of its columns cannot see.
     scales_whole_rows: bool = False
 
@@ -95,6 +96,17 @@ class Linear(Weights):
     def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
         """The layer of ``x``, to the same bits; ``quantized``: of ``x``, by a layer of any format."""
         return self(x)
+
+    def joined(self, x: torch.Tensor, quantized: Quantized | None) -> Sequence[torch.Tensor]:
+        """The outputs of the matrices, columns of one product; none where each has a product of its own, which
+        :meth:`part` computes."""
+        return self.of_quantized(x, quantized).split(self.rows, dim=-1)
+
+    def part(
+        self, number: int, x: torch.Tensor, quantized: Quantized | None, joined: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The output of one matrix; ``joined``: of all."""
+        return joined[number]
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.
@@ -114,9 +126,9 @@ class Linear(Weights):
 
     def _stack(self, parts: Sequence[Matrix], tensors: tuple[torch.Tensor, ...], sources_of: SourcesOf) -> None:
         """Lists ``tensors``, whose rows are those of ``parts`` one after the other, and their sources."""
-        rows = [part.shape[0] for part in parts]
+        self.rows = [part.shape[0] for part in parts]
         self.tensors, self.sources = tensors, []
-        for part, *pieces in zip(parts, *(tensor.split(rows) for tensor in tensors), strict=True):
+        for part, *pieces in zip(parts, *(tensor.split(self.rows) for tensor in tensors), strict=True):
             self.sources += sources_of(part, *pieces)
 
 
@@ -125,6 +137,7 @@ class SideBySide(Linear):
 
     def __init__(self, layers: Sequence[Linear]):
         self._layers = layers
+        self.rows = [rows for layer in layers for rows in layer.rows]
         self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
         self.sources = [source for layer in layers for source in layer.sources]
 
@@ -133,7 +146,21 @@ class SideBySide(Linear):
             layer.loaded()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(x) for layer in self._layers], dim=-1)
+        return self.of_quantized(x, None)
+
+    def memory_for(self, rows: torch.Tensor) -> Quantized | None:
+        return self._layers[0].memory_for(rows)
+
+    def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
+        return torch.cat([layer.of_quantized(x, quantized) for layer in self._layers], dim=-1)
+
+    def joined(self, x: torch.Tensor, quantized: Quantized | None) -> Sequence[torch.Tensor]:
+        return ()
+
+    def part(
+        self, number: int, x: torch.Tensor, quantized: Quantized | None, joined: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return self._layers[number].of_quantized(x, quantized)
 
     def dequantized(self) -> torch.Tensor:
         return torch.cat([layer.dequantized() for layer in self._layers])

@@ -66,13 +66,18 @@ class BlockFP8Linear(Linear):
     def __init__(self, parts: Sequence[Matrix], power_of_two: bool, dtype: torch.dtype, device: torch.device):
         self._power_of_two, self._dtype = power_of_two, dtype
         self._weight_power_of_two = False  # as far as is known before loading
-        rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
-        self.weight = torch.empty(sum(rows), columns, dtype=FP8, device=device)
-        self.scale = torch.empty(blocks_of(sum(rows)), blocks_of(columns), device=device)
+        self.rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
+        blocks = [blocks_of(rows) for rows in self.rows]
+        # Stacked matrices end with a whole block, as libraries multiply no others: zeros, of which no output is kept.
+        self._out = sum(self.rows)
+        padded = self._out if len(parts) == 1 else sum(blocks) * BLOCK
+        self.weight = torch.empty(padded, columns, dtype=FP8, device=device)
+        self.weight[self._out :].zero_()
+        self.scale = torch.empty(sum(blocks), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
         self._finished = no_program_finished(self.weight)
         self.sources = []
-        pieces = self.weight.split(rows), self.scale.split([blocks_of(n) for n in rows])
+        pieces = self.weight[: self._out].split(self.rows), self.scale.split(blocks)
         for part, codes, scales in zip(parts, *pieces, strict=True):
             _check_cut(part)
             self.sources += _sources(part, codes, scales)
@@ -93,10 +98,11 @@ class BlockFP8Linear(Linear):
         given = None
         if quantized is not None and quantized.power_of_two == self._power_of_two:
             given = codes_and_scales(quantized.words, x.shape[-1])
-        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
+        out = block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
+        return out if out.shape[-1] == self._out else out[..., : self._out]
 
     def dequantized(self) -> torch.Tensor:
-        return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
+        return dequantize_blocks(self.weight[: self._out], self.scale, (BLOCK, BLOCK), dtype=self._dtype)
 
 
 class BlockFP8Experts(GroupedExperts):

@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(config: QuantizationConfig | None, option:
 
 def test_what_is_multiplied_together_is_stored_alike() -> None:
     made = weight_format(INT4_CHECKPOINT, None, torch.float32, CPU)
-    with pytest.raises(ValueError, match="'experts.gate_.*' is int4 .* 'b.gate_.*' is int8 .* must be stored alike"):
+    with pytest.raises(ValueError, match="'experts.down_.*' is int4 .* 'b.down_.*' is int8 .* must be stored alike"):
         made.experts(["experts", "b"], 8, 4)
     beside = made.linear(Matrix("experts.weight", 4, 8), Matrix("b.weight", 3, 8))
     assert isinstance(beside, SideBySide) and beside.rows == [4, 3]

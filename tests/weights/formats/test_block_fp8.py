@@ -31,9 +31,10 @@ CPU = torch.device("cpu")
 SCHEME = WeightScheme("float", 8, "block", block=(128, 128), activation_bits=8, power_of_two=True)
 PROMPT = [(7 * i) % 300 + 2 for i in range(150)]  # selects: longer than index_topk
 OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "cache_memory": "64MiB", "progress": False}
-# Block borders fall inside of matrices everywhere: partial blocks, and gate and up that cannot be stacked.
+# Block borders fall inside of matrices everywhere: partial blocks, and gate and up that cannot be stacked; q_a, wk and
+# kv_a can.
 SIZES = {"hidden_size": 320, "intermediate_size": 200, "moe_intermediate_size": 160, "num_hidden_layers": 3}
-SIZES |= {"index_topk": 64, "n_routed_experts": 12, "n_group": 2, "topk_group": 1}
+SIZES |= {"index_head_dim": 128, "index_topk": 64, "n_routed_experts": 12, "n_group": 2, "topk_group": 1}
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,10 @@ class WatchedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out, first = self.stored(x), 0
         for codes, scales in zip(self.tensors[::2], self.tensors[1::2], strict=True):
-            assert_rows(out[:, first : first + len(codes)], coded(x)[0] @ expanded(codes, scales).t())
-            first += len(codes)
+            wanted = coded(x)[0] @ expanded(codes, scales).t()
+            rows = out[:, first : first + len(codes)]  # stacked matrices end with rows of zeros
+            assert_rows(rows, wanted[:, : rows.shape[1]])
+            first += rows.shape[1]
         assert first == out.shape[1]
         self.calls += 1
         return out
@@ -156,6 +159,8 @@ def test_logits_are_those_of_a_naive_formulation(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(choose, "FORMATS", {"fp8": Watched})
     monkeypatch.setattr(Watched, "made", [])
     assert_rows(actual, LLM(folder, quantization="fp8", **OPTIONS).prompt_logits(PROMPT).double())
+    joined = [part for part in Watched.made if part.sources[0].name.endswith("q_a_proj.weight")]
+    assert [(part.calls, len(part.sources), len(part.tensors)) for part in joined] == [(1, 6, 2)] * 3, "one product"
     uncalled = [source.name for part in Watched.made if not part.calls for source in part.sources]
     assert Watched.made and all("kv_b_proj" in name for name in uncalled), uncalled
     rounding = float((actual - plain).norm() / plain.norm())

@@ -17,6 +17,7 @@ from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
+    FEW_ROWS,
     are_powers_of_two,
     block_scaled_linear,
     multiplies_fp8,
@@ -69,15 +70,16 @@ class BlockFP8Linear(Linear):
         self.rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
         blocks = [blocks_of(rows) for rows in self.rows]
         # Stacked matrices end with a whole block, as libraries multiply no others: zeros, of which no output is kept.
-        self._out = sum(self.rows)
-        padded = self._out if len(parts) == 1 else sum(blocks) * BLOCK
-        self.weight = torch.empty(padded, columns, dtype=FP8, device=device)
-        self.weight[self._out :].zero_()
+        # CUDA's memory comes in steps of 2 MiB: at released sizes they take none.
+        padded = sum(self.rows) if len(parts) == 1 else sum(blocks) * BLOCK
+        self._padded = torch.empty(padded, columns, dtype=FP8, device=device)
+        self.weight, zeros = self._padded.tensor_split([sum(self.rows)])
+        zeros.zero_()
         self.scale = torch.empty(sum(blocks), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
         self._finished = no_program_finished(self.weight)
         self.sources = []
-        pieces = self.weight[: self._out].split(self.rows), self.scale.split(blocks)
+        pieces = self.weight.split(self.rows), self.scale.split(blocks)
         for part, codes, scales in zip(parts, *pieces, strict=True):
             _check_cut(part)
             self.sources += _sources(part, codes, scales)
@@ -98,11 +100,12 @@ class BlockFP8Linear(Linear):
         given = None
         if quantized is not None and quantized.power_of_two == self._power_of_two:
             given = codes_and_scales(quantized.words, x.shape[-1])
-        out = block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
-        return out if out.shape[-1] == self._out else out[..., : self._out]
+        weight = self.weight if x.shape[0] <= FEW_ROWS else self._padded
+        out = block_scaled_linear(x, weight, self.scale, finished=self._finished, quantized=given, **how)
+        return out if weight is self.weight else out[..., : len(self.weight)]
 
     def dequantized(self) -> torch.Tensor:
-        return dequantize_blocks(self.weight[: self._out], self.scale, (BLOCK, BLOCK), dtype=self._dtype)
+        return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
 
 
 class BlockFP8Experts(GroupedExperts):

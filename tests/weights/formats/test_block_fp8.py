@@ -90,10 +90,8 @@ class WatchedLinear(Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out, first = self.stored(x), 0
         for codes, scales in zip(self.tensors[::2], self.tensors[1::2], strict=True):
-            wanted = coded(x)[0] @ expanded(codes, scales).t()
-            rows = out[:, first : first + len(codes)]  # stacked matrices end with rows of zeros
-            assert_rows(rows, wanted[:, : rows.shape[1]])
-            first += rows.shape[1]
+            assert_rows(out[:, first : first + len(codes)], coded(x)[0] @ expanded(codes, scales).t())
+            first += len(codes)
         assert first == out.shape[1]
         self.calls += 1
         return out
@@ -182,7 +180,7 @@ def test_weights_are_kept_as_they_are_stored(folder: Path) -> None:
     assert len(quantized) == 3 * 6 + 3 + 2 * 3 * 13
 
 
-@pytest.mark.parametrize("quantization, fraction", [("fp8", 0.31), ("dequantize", 1.0)])
+@pytest.mark.parametrize("quantization, fraction", [("fp8", 0.30), ("dequantize", 1.0)])
 def test_memory(
     folder: Path, quantization: str, fraction: float, peak_memory: Callable[[Callable[[], Any]], int]
 ) -> None:
@@ -255,7 +253,7 @@ def test_matrices_are_stacked_where_blocks_allow_it(rows: int, kind: type) -> No
     for one, name in zip(alone, "ab", strict=True):
         fill(one, stored)
         assert torch.equal(one.tensors[0].view(torch.uint8), stored[name].view(torch.uint8))
-    x = torch.randn(3, 300)
+    x = torch.randn(70, 300)
     torch.testing.assert_close(linear(x), torch.cat([one(x) for one in alone], dim=1), rtol=1e-5, atol=1e-4)
     joined = linear.joined(x, None)
     assert len(joined) == (2 if kind is BlockFP8Linear else 0)

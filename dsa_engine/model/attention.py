@@ -15,8 +15,7 @@ model without an indexer, take the MHA form, which is cheaper for them; the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,10 +42,8 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
-from dsa_engine.weights.formats.base import Matrix, Quantized, words_of
+from dsa_engine.weights.formats.base import Matrix, Multiplied, Quantized, words_of
 
-# Rows x, their codes, and what :meth:`.Linear.joined` makes of both.
-Projected = tuple[torch.Tensor, Quantized | None, Sequence[torch.Tensor]]
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
 
@@ -97,12 +94,11 @@ class Attention(Weighted):
         ``quantized``: x too, if :meth:`.Linear.memory_for` of ``inputs`` had some."""
         layer, buffers, shards = self.layer, batch.buffers, batch.shards
         with stage("MLA prolog"):
-            given: Projected = x, quantized, self.inputs.joined(x, quantized)
+            given = self.inputs.multiplied(x, quantized)
         # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
         stored = (self._store_cache_rows if batch.gathers is None else self._gather_cache_rows)(given, batch, cache)
         with stage("MLA prolog"):
-            quantized_resid = self.q_b.memory_for(x)
-            q_a = self.inputs.part(0, *given)
+            q_a, quantized_resid = self.inputs.part(0, given), self.q_b.memory_for(x)
             q_resid = rms_norm(q_a, self.q_a_norm, LATENT_NORM_EPS, *(quantized_resid or ()))
             del q_a, given
         indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
@@ -210,19 +206,17 @@ class Attention(Weighted):
             batch.recorder.record_together(shards, q, *of_layer)
         return out, topk_slots
 
-    def _store_cache_rows(self, given: Projected, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _store_cache_rows(self, given: Multiplied, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
         side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
-        latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
-        x, quantized, joined = given
+        latents, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            held, latent_to = (x, *words_of(quantized), *joined), (stored_as.latent, latent_pool, slots)
-            waits = [side_stream.run(lambda: self._store_latent(given, batch, *latent_to), *held)]
+            held = (given[0], *words_of(given[1]), *given[2])
+            waits = [side_stream.run(lambda: self._store_latent(given, batch, stored_as.latent, latents, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                keys_to = key_format, key_pool, slots
-                part = partial(self.inputs.part, 1, *given)
-                waits.append(side_stream.run(lambda: indexer.store_keys(part(), batch, *keys_to), *held))
+                part, keys_to = self.inputs.part, (key_format, key_pool, slots)
+                waits.append(side_stream.run(lambda: indexer.store_keys(part(1, given), batch, *keys_to), *held))
 
         def stored() -> None:
             with stage("indexer prolog"):
@@ -236,28 +230,27 @@ class Attention(Weighted):
         cache.stored(self.layer, batch)
 
     def _store_latent(
-        self, given: Projected, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
+        self, given: Multiplied, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
     ) -> None:
         """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         norm, turns = (self.kv_a_norm, LATENT_NORM_EPS), (batch.cos, batch.sin)
-        latent, interleaved = self.inputs.part(-1, *given), self.config.rope_interleaved
+        latent, interleaved = self.inputs.part(-1, given), self.config.rope_interleaved
         store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
-    def _gather_cache_rows(self, given: Projected, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
+    def _gather_cache_rows(self, given: Multiplied, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
         rank's tokens are undefined, and their slots are −1."""
         cache_format, latent_pool, key_pool = cache.format, cache.latent[self.layer], cache.index_keys[self.layer]
-        x, *_ = given
-        tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
+        tokens, latent, index_key = len(given[0]), cache_format.latent.columns, cache_format.index_key
         width = cache_format.packed_width(index_key=self.indexer is not None)
-        own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
+        own = given[0].new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
             self._store_latent(given, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
                 into = own[:tokens, latent : latent + index_key.columns]
-                self.indexer.store_keys(self.inputs.part(1, *given), batch, index_key, into)
+                self.indexer.store_keys(self.inputs.part(1, given), batch, index_key, into)
         with stage("communication"):
             assert batch.gathers is not None
             gathered = batch.gathers.all_gather_async(own)

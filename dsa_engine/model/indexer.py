@@ -49,8 +49,7 @@ class Indexer(Weighted):
         self, keys: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat, into: torch.Tensor,
         *slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Stores index keys of all local tokens from the output of wk, ``keys [T, dim]``: to their slots of a pool, or
-        row by row without ``slots``."""
+        """Stores wk's output, ``keys [T, dim]``, as index keys: to their slots of a pool, or row by row without any."""
         norm, turns = (self.k_norm_weight, self.k_norm_bias, LATENT_NORM_EPS), (batch.cos, batch.sin)
         interleaved = self.config.index_rope_interleaved
         store_index_keys(keys, *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)

@@ -45,6 +45,7 @@ class Matrix:
 
 # Lists what fills the tensors of one matrix: a weight, or codes and scales.
 SourcesOf = Callable[..., list[Source]]
+Multiplied = tuple[torch.Tensor, "Quantized | None", Sequence[torch.Tensor]]  # see :meth:`Linear.multiplied`
 
 
 class Weights(ABC):
@@ -80,7 +81,8 @@ def words_of(quantized: Quantized | None) -> Sequence[torch.Tensor]:
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
-    rows: Sequence[int]  # of the matrices that it stacks
+    rows: Sequence[int]  # of its matrices
+    layers: Sequence[Linear] = ()  # of each matrix, where they cannot be stacked
     # Whether a row of x is quantised by its largest magnitude, which a rank with some of its columns cannot see.
     scales_whole_rows: bool = False
 
@@ -97,16 +99,14 @@ class Linear(Weights):
         """The layer of ``x``, to the same bits; ``quantized``: of ``x``, by a layer of any format."""
         return self(x)
 
-    def joined(self, x: torch.Tensor, quantized: Quantized | None) -> Sequence[torch.Tensor]:
-        """The outputs of the matrices, columns of one product; none where each has a product of its own, which
-        :meth:`part` computes."""
-        return self.of_quantized(x, quantized).split(self.rows, dim=-1)
+    def multiplied(self, x: torch.Tensor, quantized: Quantized | None) -> Multiplied:
+        """``x``, with the outputs of all matrices as columns of one product if they are stacked."""
+        return x, quantized, () if self.layers else self.of_quantized(x, quantized).split(self.rows, dim=-1)
 
-    def part(
-        self, number: int, x: torch.Tensor, quantized: Quantized | None, joined: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The output of one matrix; ``joined``: of all."""
-        return joined[number]
+    def part(self, number: int, given: Multiplied) -> torch.Tensor:
+        """The output of one matrix, which is multiplied now if none is stacked."""
+        x, quantized, outputs = given
+        return outputs[number] if outputs else self.layers[number].of_quantized(x, quantized)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.
@@ -136,34 +136,26 @@ class SideBySide(Linear):
     """Linear layers over the same input, with their outputs side by side: for matrices that cannot be stacked."""
 
     def __init__(self, layers: Sequence[Linear]):
-        self._layers = layers
+        self.layers = layers
         self.rows = [rows for layer in layers for rows in layer.rows]
         self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
         self.sources = [source for layer in layers for source in layer.sources]
 
     def loaded(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.loaded()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.of_quantized(x, None)
 
     def memory_for(self, rows: torch.Tensor) -> Quantized | None:
-        return self._layers[0].memory_for(rows)
+        return self.layers[0].memory_for(rows)
 
     def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
-        return torch.cat([layer.of_quantized(x, quantized) for layer in self._layers], dim=-1)
-
-    def joined(self, x: torch.Tensor, quantized: Quantized | None) -> Sequence[torch.Tensor]:
-        return ()
-
-    def part(
-        self, number: int, x: torch.Tensor, quantized: Quantized | None, joined: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return self._layers[number].of_quantized(x, quantized)
+        return torch.cat([layer.of_quantized(x, quantized) for layer in self.layers], dim=-1)
 
     def dequantized(self) -> torch.Tensor:
-        return torch.cat([layer.dequantized() for layer in self._layers])
+        return torch.cat([layer.dequantized() for layer in self.layers])
 
 
 class GroupedExperts(Weights):

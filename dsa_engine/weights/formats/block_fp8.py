@@ -69,12 +69,10 @@ class BlockFP8Linear(Linear):
         self._weight_power_of_two = False  # as far as is known before loading
         self.rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
         blocks = [blocks_of(rows) for rows in self.rows]
-        # Stacked matrices end with a whole block, as libraries multiply no others: zeros, of which no output is kept.
-        # CUDA's memory comes in steps of 2 MiB: at released sizes they take none.
+        # Stacked matrices end with a whole block, as libraries want; of memory in steps of 2 MiB that takes none more.
         padded = sum(self.rows) if len(parts) == 1 else sum(blocks) * BLOCK
-        self._padded = torch.empty(padded, columns, dtype=FP8, device=device)
-        self.weight, zeros = self._padded.tensor_split([sum(self.rows)])
-        zeros.zero_()
+        self._padded = torch.zeros(padded, columns, dtype=FP8, device=device)
+        self.weight = self._padded[: sum(self.rows)]
         self.scale = torch.empty(sum(blocks), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
         self._finished = no_program_finished(self.weight)
@@ -153,8 +151,7 @@ class BlockFP8(StoredFormat):
         self._scheme, self._dtype, self._device = scheme, dtype, device
 
     def linear(self, *parts: Matrix) -> Linear:
-        whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])
-        if whole_blocks:
+        if all(part.shape[0] % BLOCK == 0 for part in parts[:-1]):
             return BlockFP8Linear(parts, self._scheme.power_of_two, self._dtype, self._device)
         return SideBySide([self.linear(part) for part in parts])
 

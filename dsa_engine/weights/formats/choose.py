@@ -75,9 +75,8 @@ class ByName(WeightFormat):
         self._config, self._formats, self._plain = config, formats, plain
 
     def linear(self, *parts: Matrix) -> Linear:
-        if len({self._config.scheme_of(part.name) for part in parts}) > 1:
-            return SideBySide([self.linear(part) for part in parts])
-        return self._of([parts[0].name]).linear(*parts)
+        alike = len({self._config.scheme_of(part.name) for part in parts}) == 1
+        return self._of([parts[0].name]).linear(*parts) if alike else SideBySide([self.linear(part) for part in parts])
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
         matrices = ("gate_proj", "up_proj", "down_proj")

@@ -255,10 +255,10 @@ def test_matrices_are_stacked_where_blocks_allow_it(rows: int, kind: type) -> No
         assert torch.equal(one.tensors[0].view(torch.uint8), stored[name].view(torch.uint8))
     x = torch.randn(70, 300)
     torch.testing.assert_close(linear(x), torch.cat([one(x) for one in alone], dim=1), rtol=1e-5, atol=1e-4)
-    joined = linear.joined(x, None)
-    assert len(joined) == (2 if kind is BlockFP8Linear else 0)
+    given = linear.multiplied(x, None)
+    assert len(given[2]) == (2 if kind is BlockFP8Linear else 0)
     for number, one in enumerate(alone):
-        torch.testing.assert_close(linear.part(number, x, None, joined), one(x), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(linear.part(number, given), one(x), rtol=1e-5, atol=1e-4)
     assert torch.equal(linear.dequantized(), torch.cat([one.dequantized() for one in alone]))
 
 

@@ -100,4 +100,4 @@ def test_what_is_multiplied_together_is_stored_alike() -> None:
         made.experts(["experts", "b"], 8, 4)
     beside = made.linear(Matrix("experts.weight", 4, 8), Matrix("b.weight", 3, 8))
     assert isinstance(beside, SideBySide) and beside.rows == [4, 3]
-    assert [one.scheme for one in beside._layers] == [INT4, INT8]  # type: ignore[attr-defined]
+    assert [one.scheme for one in beside.layers] == [INT4, INT8]  # type: ignore[attr-defined]

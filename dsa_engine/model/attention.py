@@ -42,7 +42,7 @@ from dsa_engine.model.layers import Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime, Streams
 from dsa_engine.parallel.tensor_parallel import head_group, head_parallel_projection, shard
-from dsa_engine.weights.formats.base import Quantized, words_of
+from dsa_engine.weights.formats.base import Matrix, Multiplied, Quantized, words_of
 
 _MIN_GATHERED = 256  # fewest latent rows gathered at a time, so that a product is worth its launch
 
@@ -58,10 +58,16 @@ class Attention(Weighted):
         self.config = config
         prefix = f"model.layers.{layer}.self_attn"
         heads, rank = config.num_attention_heads, config.kv_lora_rank
-        self.q_a = self.linear(f"{prefix}.q_a_proj.weight", config.q_lora_rank, config.hidden_size)
+        selects = config.indexer_types[layer] == "full"
+        self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
+        # q_a, wk and kv_a, in this order: where blocks have 128 rows, all but the last have whole ones.
+        self.inputs = self.stacked_linear(
+            Matrix(f"{prefix}.q_a_proj.weight", config.q_lora_rank, config.hidden_size),
+            *([] if self.indexer is None else [self.indexer.wk]),
+            Matrix(f"{prefix}.kv_a_proj_with_mqa.weight", config.latent_dim, config.hidden_size),
+        )
         self.q_a_norm = self.weight(f"{prefix}.q_a_layernorm.weight", config.q_lora_rank)
         self.q_b = self.linear(f"{prefix}.q_b_proj.weight", heads * config.qk_head_dim, config.q_lora_rank)
-        self.kv_a = self.linear(f"{prefix}.kv_a_proj_with_mqa.weight", config.latent_dim, config.hidden_size)
         self.kv_a_norm = self.weight(f"{prefix}.kv_a_layernorm.weight", rank)
         per_head = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b = self.linear(f"{prefix}.kv_b_proj.weight", heads * per_head, rank)
@@ -69,8 +75,6 @@ class Attention(Weighted):
         first, last = shard(heads, self.tp, "num_attention_heads")
         width, columns = heads * config.v_head_dim, (first * config.v_head_dim, last * config.v_head_dim)
         self.o = self.linear(f"{prefix}.o_proj.weight", config.hidden_size, width, columns)
-        selects = config.indexer_types[layer] == "full"
-        self.indexer = Indexer(f"{prefix}.indexer", config, runtime) if selects else None
 
     def weights_loaded(self) -> None:
         nope, rank = self.config.qk_nope_head_dim, self.config.kv_lora_rank
@@ -87,16 +91,16 @@ class Attention(Weighted):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Writes the cache rows of ``x [T, hidden]``, normed, and attends: ``[T, hidden]``, and the selection that this
         layer used. ``topk_slots``: that of the last layer with an indexer, ``[sparse rows, index_topk]``;
-        ``quantized``: x too, if :meth:`.Linear.memory_for` of q_a had some."""
+        ``quantized``: x too, if :meth:`.Linear.memory_for` of ``inputs`` had some."""
         layer, buffers, shards = self.layer, batch.buffers, batch.shards
-        # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
-        stored = (self._store_cache_rows if batch.gathers is None else self._gather_cache_rows)(
-            x, quantized, batch, cache
-        )
         with stage("MLA prolog"):
-            q_a, quantized_resid = self.q_a.of_quantized(x, quantized), self.q_b.memory_for(x)
+            given = self.inputs.multiplied(x, quantized)
+        # The cache rows are started first, so that they, or their gather, overlap with the computation of q.
+        stored = (self._store_cache_rows if batch.gathers is None else self._gather_cache_rows)(given, batch, cache)
+        with stage("MLA prolog"):
+            q_a, quantized_resid = self.inputs.part(0, given), self.q_b.memory_for(x)
             q_resid = rms_norm(q_a, self.q_a_norm, LATENT_NORM_EPS, *(quantized_resid or ()))
-            del q_a
+            del q_a, given
         indexed = self._index_queries(x, q_resid, quantized_resid, batch, cache)
         with stage("MLA prolog"):
             q_mha, q_mqa = self._queries(self.q_b.of_quantized(q_resid, quantized_resid), batch)
@@ -202,18 +206,17 @@ class Attention(Weighted):
             batch.recorder.record_together(shards, q, *of_layer)
         return out, topk_slots
 
-    def _store_cache_rows(
-        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
-    ) -> Callable[[], None]:
+    def _store_cache_rows(self, given: Multiplied, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts to store the cache rows of the local tokens; returns a function that waits for them."""
         side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
-        latent_pool, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
+        latents, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            given, held = (x, quantized, batch), (x, *words_of(quantized))
-            waits = [side_stream.run(lambda: self._store_latent(*given, stored_as.latent, latent_pool, slots), *held)]
+            held = (given[0], *words_of(given[1]), *given[2])
+            waits = [side_stream.run(lambda: self._store_latent(given, batch, stored_as.latent, latents, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
-                waits.append(side_stream.run(lambda: indexer.store_keys(*given, key_format, key_pool, slots), *held))
+                part, keys_to = self.inputs.part, (key_format, key_pool, slots)
+                waits.append(side_stream.run(lambda: indexer.store_keys(part(1, given), batch, *keys_to), *held))
 
         def stored() -> None:
             with stage("indexer prolog"):
@@ -227,31 +230,27 @@ class Attention(Weighted):
         cache.stored(self.layer, batch)
 
     def _store_latent(
-        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, row_format: LatentFormat,
-        into: torch.Tensor, *slots: torch.Tensor,
-    ) -> None:  # fmt: skip
+        self, given: Multiplied, batch: ForwardBatch, row_format: LatentFormat, into: torch.Tensor, *slots: torch.Tensor
+    ) -> None:
         """Stores latent rows of the local tokens: to their slots of a pool, or row by row without ``slots``."""
         norm, turns = (self.kv_a_norm, LATENT_NORM_EPS), (batch.cos, batch.sin)
-        interleaved = self.config.rope_interleaved
-        latent = self.kv_a.of_quantized(x, quantized)
+        latent, interleaved = self.inputs.part(-1, given), self.config.rope_interleaved
         store_latent(latent, *norm, *turns, into, *slots, row_format=row_format, interleaved=interleaved)
 
-    def _gather_cache_rows(
-        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, cache: KVCache
-    ) -> Callable[[], None]:
+    def _gather_cache_rows(self, given: Multiplied, batch: ForwardBatch, cache: KVCache) -> Callable[[], None]:
         """Starts gathering the cache rows of the context-parallel group's tokens, latent row and index key side by
         side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
         rank's tokens are undefined, and their slots are −1."""
         cache_format, latent_pool, key_pool = cache.format, cache.latent[self.layer], cache.index_keys[self.layer]
-        tokens, latent, index_key = x.shape[0], cache_format.latent.columns, cache_format.index_key
+        tokens, latent, index_key = len(given[0]), cache_format.latent.columns, cache_format.index_key
         width = cache_format.packed_width(index_key=self.indexer is not None)
-        own = x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
+        own = given[0].new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
-            self._store_latent(x, quantized, batch, cache_format.latent, own[:tokens, :latent])
+            self._store_latent(given, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:
             with stage("indexer prolog"):
                 into = own[:tokens, latent : latent + index_key.columns]
-                self.indexer.store_keys(x, quantized, batch, index_key, into)
+                self.indexer.store_keys(self.inputs.part(1, given), batch, index_key, into)
         with stage("communication"):
             assert batch.gathers is not None
             gathered = batch.gathers.all_gather_async(own)

@@ -26,7 +26,7 @@ from dsa_engine.model.forward_batch import ForwardBatch
 from dsa_engine.model.layers import Float32OutputLinear, Weighted
 from dsa_engine.model.profile_stages import stage
 from dsa_engine.model.runtime import Runtime
-from dsa_engine.weights.formats.base import Quantized
+from dsa_engine.weights.formats.base import Matrix, Quantized
 
 IndexQueries = tuple[torch.Tensor, torch.Tensor]  # and head weights, see :meth:`.Indexer.queries`
 
@@ -39,21 +39,19 @@ class Indexer(Weighted):
         heads, dim = config.index_n_heads, config.index_head_dim
         self.config = config
         self.wq_b = self.linear(f"{prefix}.wq_b.weight", heads * dim, config.q_lora_rank)
-        self.wk = self.linear(f"{prefix}.wk.weight", dim, config.hidden_size)
+        self.wk = Matrix(f"{prefix}.wk.weight", dim, config.hidden_size)  # multiplied with MLA's of the same x
         self.k_norm_weight = self.weight(f"{prefix}.k_norm.weight", dim, dtype=torch.float32)
         self.k_norm_bias = self.weight(f"{prefix}.k_norm.bias", dim, dtype=torch.float32)
         self.weights_proj = Float32OutputLinear(f"{prefix}.weights_proj.weight", heads, config.hidden_size, runtime)
         self._finished = no_row_finished(runtime.device)
 
     def store_keys(
-        self, x: torch.Tensor, quantized: Quantized | None, batch: ForwardBatch, key_format: IndexKeyFormat,
-        into: torch.Tensor, *slots: torch.Tensor,
+        self, keys: torch.Tensor, batch: ForwardBatch, key_format: IndexKeyFormat, into: torch.Tensor,
+        *slots: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Stores index keys of all local tokens ``x [T, hidden]``: to their slots of a pool, or row by row without
-        ``slots``."""
+        """Stores wk's output, ``keys [T, dim]``, as index keys: to their slots of a pool, or row by row without any."""
         norm, turns = (self.k_norm_weight, self.k_norm_bias, LATENT_NORM_EPS), (batch.cos, batch.sin)
         interleaved = self.config.index_rope_interleaved
-        keys = self.wk.of_quantized(x, quantized)
         store_index_keys(keys, *norm, *turns, into, *slots, key_format=key_format, interleaved=interleaved)
 
     def queries(

@@ -109,7 +109,7 @@ class DecoderLayer(Weighted):
         *delta, residual, topk_slots, cache, _, _ = inputs
         inputs.clear()
         with stage("MLA prolog"):
-            quantized = self.attention.q_a.memory_for(delta[0])
+            quantized = self.attention.inputs.memory_for(delta[0])
             if residual is None:
                 residual = delta.pop()
                 normed = rms_norm(residual, self.input_norm, self.eps, *(quantized or ()))

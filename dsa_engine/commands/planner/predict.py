@@ -33,12 +33,13 @@ PRODUCT, COPY = 0.80, 0.90
 # Rows of the caches are read in pieces of 132 to 1,152 bytes, and scores of the indexer are written and read again.
 CACHE_ROWS = {"sparse flash attention": 0.6, "lightning indexer": 0.7}
 NARROW = ("projections", "MoE experts")  # stages whose products have 8-bit inputs with FP8 or INT8 weights
-# Launches of a layer with FP8 weights, and of a step outside of its layers.
-LAYER_LAUNCHES, STEP_LAUNCHES = 27, 31
+# Launches of a layer with experts in FP8, and of a step outside of its layers, without collectives, as
+# `pytest -m slow tests/engine/test_layer_counts.py` counts them.
+LAYER_LAUNCHES, STEP_LAUNCHES = 29, 27
 # The same, without collectives, of what ranks that hold contexts together do more in decode: with up to 40 rows of
 # theirs, and 9 in a layer with more, counted on the fake device (tests/engine/test_context_counts.py).
 CONTEXT_LAUNCHES = 11, 19
-PREFILL_LAUNCHES = 43  # of a layer and a micro-batch, see tests/engine/steps/test_prefill_cost.py
+PREFILL_LAUNCHES = 41  # of a layer and a micro-batch, see tests/engine/steps/test_prefill_cost.py
 # Bytes a second of a device and its host, of the 64 of PCIe 5.0 x16. The part of a selection that is in no hot row, by
 # hot rows in selections: the demo model's (benchmarks/results/hot_rows.json). Drafts share the selection.
 PCIE = 50e9

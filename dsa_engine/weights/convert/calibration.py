@@ -25,7 +25,7 @@ class _WatchedLinear(Linear):
 
     def __init__(self, inner: Linear, largest: Largest):
         self._inner, self._largest = inner, largest
-        self.tensors, self.sources = inner.tensors, inner.sources
+        self.tensors, self.sources, self.rows = inner.tensors, inner.sources, inner.rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         for source in self.sources:

@@ -45,6 +45,7 @@ class Matrix:
 
 # Lists what fills the tensors of one matrix: a weight, or codes and scales.
 SourcesOf = Callable[..., list[Source]]
+Multiplied = tuple[torch.Tensor, "Quantized | None", Sequence[torch.Tensor]]  # see :meth:`Linear.multiplied`
 
 
 class Weights(ABC):
@@ -80,6 +81,8 @@ def words_of(quantized: Quantized | None) -> Sequence[torch.Tensor]:
 class Linear(Weights):
     """``y = x · weightᵀ``."""
 
+    rows: Sequence[int]  # of its matrices
+    layers: Sequence[Linear] = ()  # of each matrix, where they cannot be stacked
     # Whether a row of x is quantised by its largest magnitude, which a rank with some of its columns cannot see.
     scales_whole_rows: bool = False
 
@@ -95,6 +98,15 @@ class Linear(Weights):
     def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
         """The layer of ``x``, to the same bits; ``quantized``: of ``x``, by a layer of any format."""
         return self(x)
+
+    def multiplied(self, x: torch.Tensor, quantized: Quantized | None) -> Multiplied:
+        """``x``, with the outputs of all matrices as columns of one product if they are stacked."""
+        return x, quantized, () if self.layers else self.of_quantized(x, quantized).split(self.rows, dim=-1)
+
+    def part(self, number: int, given: Multiplied) -> torch.Tensor:
+        """The output of one matrix, which is multiplied now if none is stacked."""
+        x, quantized, outputs = given
+        return outputs[number] if outputs else self.layers[number].of_quantized(x, quantized)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.
@@ -114,9 +126,9 @@ class Linear(Weights):
 
     def _stack(self, parts: Sequence[Matrix], tensors: tuple[torch.Tensor, ...], sources_of: SourcesOf) -> None:
         """Lists ``tensors``, whose rows are those of ``parts`` one after the other, and their sources."""
-        rows = [part.shape[0] for part in parts]
+        self.rows = [part.shape[0] for part in parts]
         self.tensors, self.sources = tensors, []
-        for part, *pieces in zip(parts, *(tensor.split(rows) for tensor in tensors), strict=True):
+        for part, *pieces in zip(parts, *(tensor.split(self.rows) for tensor in tensors), strict=True):
             self.sources += sources_of(part, *pieces)
 
 
@@ -124,19 +136,26 @@ class SideBySide(Linear):
     """Linear layers over the same input, with their outputs side by side: for matrices that cannot be stacked."""
 
     def __init__(self, layers: Sequence[Linear]):
-        self._layers = layers
+        self.layers = layers
+        self.rows = [rows for layer in layers for rows in layer.rows]
         self.tensors = tuple(tensor for layer in layers for tensor in layer.tensors)
         self.sources = [source for layer in layers for source in layer.sources]
 
     def loaded(self) -> None:
-        for layer in self._layers:
+        for layer in self.layers:
             layer.loaded()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(x) for layer in self._layers], dim=-1)
+        return self.of_quantized(x, None)
+
+    def memory_for(self, rows: torch.Tensor) -> Quantized | None:
+        return self.layers[0].memory_for(rows)
+
+    def of_quantized(self, x: torch.Tensor, quantized: Quantized | None) -> torch.Tensor:
+        return torch.cat([layer.of_quantized(x, quantized) for layer in self.layers], dim=-1)
 
     def dequantized(self) -> torch.Tensor:
-        return torch.cat([layer.dequantized() for layer in self._layers])
+        return torch.cat([layer.dequantized() for layer in self.layers])
 
 
 class GroupedExperts(Weights):

@@ -17,6 +17,7 @@ from dsa_engine.kernels.formats.quantize import FP8, codes_and_scales
 from dsa_engine.kernels.grouped.grouped_matmul_fp8 import block_fp8
 from dsa_engine.kernels.linear.block_scaled_matmul import (
     BLOCK,
+    FEW_ROWS,
     are_powers_of_two,
     block_scaled_linear,
     multiplies_fp8,
@@ -66,13 +67,17 @@ class BlockFP8Linear(Linear):
     def __init__(self, parts: Sequence[Matrix], power_of_two: bool, dtype: torch.dtype, device: torch.device):
         self._power_of_two, self._dtype = power_of_two, dtype
         self._weight_power_of_two = False  # as far as is known before loading
-        rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
-        self.weight = torch.empty(sum(rows), columns, dtype=FP8, device=device)
-        self.scale = torch.empty(blocks_of(sum(rows)), blocks_of(columns), device=device)
+        self.rows, columns = [part.shape[0] for part in parts], parts[0].shape[1]
+        blocks = [blocks_of(rows) for rows in self.rows]
+        # Stacked matrices end with a whole block, as libraries want; of memory in steps of 2 MiB that takes none more.
+        padded = sum(self.rows) if len(parts) == 1 else sum(blocks) * BLOCK
+        self._padded = torch.zeros(padded, columns, dtype=FP8, device=device)
+        self.weight = self._padded[: sum(self.rows)]
+        self.scale = torch.empty(sum(blocks), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
         self._finished = no_program_finished(self.weight)
         self.sources = []
-        pieces = self.weight.split(rows), self.scale.split([blocks_of(n) for n in rows])
+        pieces = self.weight.split(self.rows), self.scale.split(blocks)
         for part, codes, scales in zip(parts, *pieces, strict=True):
             _check_cut(part)
             self.sources += _sources(part, codes, scales)
@@ -93,7 +98,9 @@ class BlockFP8Linear(Linear):
         given = None
         if quantized is not None and quantized.power_of_two == self._power_of_two:
             given = codes_and_scales(quantized.words, x.shape[-1])
-        return block_scaled_linear(x, self.weight, self.scale, finished=self._finished, quantized=given, **how)
+        weight = self.weight if x.shape[0] <= FEW_ROWS else self._padded
+        out = block_scaled_linear(x, weight, self.scale, finished=self._finished, quantized=given, **how)
+        return out if weight is self.weight else out[..., : len(self.weight)]
 
     def dequantized(self) -> torch.Tensor:
         return dequantize_blocks(self.weight, self.scale, (BLOCK, BLOCK), dtype=self._dtype)
@@ -144,8 +151,7 @@ class BlockFP8(StoredFormat):
         self._scheme, self._dtype, self._device = scheme, dtype, device
 
     def linear(self, *parts: Matrix) -> Linear:
-        whole_blocks = all(part.shape[0] % BLOCK == 0 for part in parts[:-1])
-        if whole_blocks:
+        if all(part.shape[0] % BLOCK == 0 for part in parts[:-1]):
             return BlockFP8Linear(parts, self._scheme.power_of_two, self._dtype, self._device)
         return SideBySide([self.linear(part) for part in parts])
 

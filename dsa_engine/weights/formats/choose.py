@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
-from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, StoredFormat, WeightFormat
+from dsa_engine.weights.formats.base import GroupedExperts, Linear, Matrix, SideBySide, StoredFormat, WeightFormat
 from dsa_engine.weights.formats.block_fp8 import BlockFP8
 from dsa_engine.weights.formats.int4 import Int4
 from dsa_engine.weights.formats.int8 import Int8
@@ -75,7 +75,8 @@ class ByName(WeightFormat):
         self._config, self._formats, self._plain = config, formats, plain
 
     def linear(self, *parts: Matrix) -> Linear:
-        return self._of([part.name for part in parts]).linear(*parts)
+        alike = len({self._config.scheme_of(part.name) for part in parts}) == 1
+        return self._of([parts[0].name]).linear(*parts) if alike else SideBySide([self.linear(part) for part in parts])
 
     def experts(self, prefixes: Sequence[str], hidden: int, intermediate: int) -> GroupedExperts:
         matrices = ("gate_proj", "up_proj", "down_proj")

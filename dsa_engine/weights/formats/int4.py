@@ -101,6 +101,7 @@ class Int4Linear(Linear):
             self._stack(parts, (self.packed, self.scale), packing.sources)
         else:
             (part,) = parts
+            self.rows = [part.shape[0]]
             self.tensors = (self.packed, self.scale, self._order)
             self.sources = packing.sources(part, *self.tensors)
         self.scales_whole_rows = packing.int8_activations

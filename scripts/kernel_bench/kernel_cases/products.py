@@ -36,8 +36,9 @@ from kernel_cases.inputs import HIDDEN, Call, Inputs, KernelCase, Sizes
 INTERMEDIATE, TOP_K, GROUP, BLOCK = 2048, 8, 128, 128
 FP8_PRODUCTS = 89  # the first compute capability with FP8 products
 FORMATS = {"bfloat16": PLAIN, "FP8": block_fp8(True, HIDDEN), "INT8": INT8, "W4A8": W4A8, "W4A16": W4A16}
-# Output and input width of a linear layer: few columns and many, and the longest sums.
-LAYERS = {"q_a": (1536, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
+# Output and input width of a linear layer: few columns (with a whole last block, as of many rows) and many, and the
+# longest sums.
+LAYERS = {"q_a + wk + kv_a": (2304, 7168), "q_b": (24576, 1536), "o": (7168, 16384)}
 
 
 def _weight(make: Inputs, product: ProductFormat, *shape: int) -> Any:

@@ -71,7 +71,7 @@ def test_the_package_reads_what_is_written(quantize: str, int8_activations: bool
     assert written.quantized == (experts if quantize != "int8" else experts + 3 * 6 + 3 + 2 * 3)
     layer = llm.engine.model.layers[0]
     if quantize == "int8":
-        for linear in (layer.attention.o, layer.attention.q_a, layer.attention.indexer.wk, layer.mlp.down):
+        for linear in (layer.attention.o, layer.attention.q_b, layer.mlp.down):
             name = linear.sources[0].name
             torch.testing.assert_close(linear.dequantized(), theirs[name], rtol=1e-6, atol=0)
             worst = original[name].abs().amax(dim=1, keepdim=True) / 127 / 2

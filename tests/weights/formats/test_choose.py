@@ -9,7 +9,7 @@ import torch
 
 from dsa_engine.config.quantization import QuantizationConfig, WeightScheme
 from dsa_engine.weights.formats import Matrix, Unquantized, choose, weight_format
-from dsa_engine.weights.formats.base import StoredFormat
+from dsa_engine.weights.formats.base import SideBySide, StoredFormat
 from dsa_engine.weights.formats.unquantized import UnquantizedExperts, UnquantizedLinear
 
 CPU = torch.device("cpu")
@@ -96,5 +96,8 @@ def test_what_does_not_fit_is_refused(config: QuantizationConfig | None, option:
 
 def test_what_is_multiplied_together_is_stored_alike() -> None:
     made = weight_format(INT4_CHECKPOINT, None, torch.float32, CPU)
-    with pytest.raises(ValueError, match="'experts.weight' is int4 .* 'b.weight' is int8 .* must be stored alike"):
-        made.linear(Matrix("experts.weight", 4, 8), Matrix("b.weight", 4, 8))
+    with pytest.raises(ValueError, match="'experts.down_.*' is int4 .* 'b.down_.*' is int8 .* must be stored alike"):
+        made.experts(["experts", "b"], 8, 4)
+    beside = made.linear(Matrix("experts.weight", 4, 8), Matrix("b.weight", 3, 8))
+    assert isinstance(beside, SideBySide) and beside.rows == [4, 3]
+    assert [one.scheme for one in beside.layers] == [INT4, INT8]  # type: ignore[attr-defined]

@@ -20,10 +20,10 @@ class TransposedLinear(Linear):
     asked = 0
 
     def __init__(self, parts: Sequence[Matrix]):
-        rows = [part.shape[0] for part in parts]
-        self.stored = torch.full((parts[0].shape[1], sum(rows)), float("nan"))
+        self.rows = [part.shape[0] for part in parts]
+        self.stored = torch.full((parts[0].shape[1], sum(self.rows)), float("nan"))
         self.tensors = (self.stored,)
-        into = self.stored.split(rows, dim=1)
+        into = self.stored.split(self.rows, dim=1)
         self.sources = [part.source(piece.t()) for part, piece in zip(parts, into, strict=True)]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

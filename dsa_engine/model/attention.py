@@ -211,7 +211,7 @@ class Attention(Weighted):
         side_stream, indexer, stored_as = self.streams.cache_rows, self._indexer_for(batch), cache.format
         latents, key_pool, slots = cache.latent[self.layer], cache.index_keys[self.layer], batch.slot_mapping
         with stage("MLA prolog"):
-            held = (given[0], *words_of(given[1]), *given[2])
+            held = (given.x, *words_of(given.quantized), *given.outputs)
             waits = [side_stream.run(lambda: self._store_latent(given, batch, stored_as.latent, latents, slots), *held)]
         if indexer is not None and key_pool is not None and (key_format := stored_as.index_key) is not None:
             with stage("indexer prolog"):
@@ -242,9 +242,9 @@ class Attention(Weighted):
         side; returns a function that waits for them and writes them to the slots of their tokens. The rows after this
         rank's tokens are undefined, and their slots are −1."""
         cache_format, latent_pool, key_pool = cache.format, cache.latent[self.layer], cache.index_keys[self.layer]
-        tokens, latent, index_key = len(given[0]), cache_format.latent.columns, cache_format.index_key
+        tokens, latent, index_key = len(given.x), cache_format.latent.columns, cache_format.index_key
         width = cache_format.packed_width(index_key=self.indexer is not None)
-        own = given[0].new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
+        own = given.x.new_empty(batch.cp_rows, width, dtype=cache_format.latent.pool_dtype)
         with stage("MLA prolog"):
             self._store_latent(given, batch, cache_format.latent, own[:tokens, :latent])
         if self.indexer is not None and index_key is not None:

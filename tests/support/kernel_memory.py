@@ -69,7 +69,7 @@ class Launch:
         atomics = len(self._atomics.get(self.program, ()))
         self._accesses.append(_Access(pointers.data, mask, size, region, writes, self.program, self.barriers, atomics))
 
-    def atomic(self, pointers: Any, mask: np.ndarray | None) -> None:
+    def atomic(self, pointers: Any, mask: np.ndarray) -> None:
         listed = len(self._accesses)
         self.access(pointers, mask, writes=False)
         del self._accesses[listed:]  # nobody races for what atomics change
@@ -81,7 +81,8 @@ class Launch:
         if self.name in SHARES_A_TABLE:
             return
         for region in written:
-            start, shapes = self._starts[region], {}
+            start = self._starts[region]
+            shapes: dict[tuple[int, ...], int] = {}
             here = [one for one in self._accesses if one.region == region]
             is_written = np.zeros(self._ends[region] - start, bool)
             for one in here:
@@ -90,13 +91,12 @@ class Launch:
             columns = []
             for number, one in enumerate(here):
                 at = _bytes(one, start)
-                place = np.flatnonzero(one.mask) + (shapes.setdefault(one.mask.shape, len(shapes)) << 40)
                 touched = is_written[at]
-                place = np.repeat(place, one.size)[touched]
-                columns.append((at[touched], place, np.full(len(place), number)))
-            at, place, number = (np.concatenate(column) for column in zip(*columns, strict=True))
-            order = np.lexsort((number, at))
-            self._check(here, at[order], place[order], number[order])
+                places = np.flatnonzero(one.mask) + (shapes.setdefault(one.mask.shape, len(shapes)) << 40)
+                columns.append((at[touched], np.repeat(places, one.size)[touched], np.full(touched.sum(), number)))
+            byte, place, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
+            order = np.lexsort((numbers, byte))
+            self._check(here, byte[order], place[order], numbers[order])
 
     def _check(self, here: list[_Access], at: np.ndarray, place: np.ndarray, number: np.ndarray) -> None:
         """Of accesses ``here``, by address and then as they came: the address of a byte, its place in the block, and

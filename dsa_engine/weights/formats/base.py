@@ -45,7 +45,6 @@ class Matrix:
 
 # Lists what fills the tensors of one matrix: a weight, or codes and scales.
 SourcesOf = Callable[..., list[Source]]
-Multiplied = tuple[torch.Tensor, "Quantized | None", Sequence[torch.Tensor]]  # see :meth:`Linear.multiplied`
 
 
 class Weights(ABC):
@@ -72,6 +71,14 @@ class Quantized(NamedTuple):
 
     def from_row(self, first: int) -> Quantized:
         return self._replace(words=self.words[first:])
+
+
+class Multiplied(NamedTuple):
+    """Rows with their products, see :meth:`Linear.multiplied`."""
+
+    x: torch.Tensor
+    quantized: Quantized | None
+    outputs: Sequence[torch.Tensor]
 
 
 def words_of(quantized: Quantized | None) -> Sequence[torch.Tensor]:
@@ -101,12 +108,12 @@ class Linear(Weights):
 
     def multiplied(self, x: torch.Tensor, quantized: Quantized | None) -> Multiplied:
         """``x``, with the outputs of all matrices as columns of one product if they are stacked."""
-        return x, quantized, () if self.layers else self.of_quantized(x, quantized).split(self.rows, dim=-1)
+        outputs = () if self.layers else self.of_quantized(x, quantized).split(self.rows, dim=-1)
+        return Multiplied(x, quantized, outputs)
 
     def part(self, number: int, given: Multiplied) -> torch.Tensor:
         """The output of one matrix, which is multiplied now if none is stacked."""
-        x, quantized, outputs = given
-        return outputs[number] if outputs else self.layers[number].of_quantized(x, quantized)
+        return given.outputs[number] if given.outputs else self.layers[number].of_quantized(given.x, given.quantized)
 
     def forward_sharded(self, x: torch.Tensor, row_absmax: torch.Tensor) -> torch.Tensor:
         """Does the same for an ``x`` with only some columns of its rows; called if ``scales_whole_rows``.

@@ -8,7 +8,7 @@
 
 The interpreter runs one program after the other, here in a random order, and a program's threads together. So accesses
 are listed, and judged when the launch has ended. Two accesses are taken for the same thread's where they have the same
-place in blocks of the same shape: the compiler gives those the same thread, as far as it chooses the same layout.
+position in blocks of the same shape: the compiler gives those the same thread, as far as it chooses the same layout.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Launch:
     def atomic(self, pointers: Any, mask: np.ndarray) -> None:
         listed = len(self._accesses)
         self.access(pointers, mask, writes=False)
-        del self._accesses[listed:]  # nobody races for what atomics change
+        del self._accesses[listed:]  # what atomics change is no race
         self._atomics.setdefault(self.program, []).append(self.barriers)
 
     def check(self) -> None:
@@ -92,14 +92,14 @@ class Launch:
             for number, one in enumerate(here):
                 at = _bytes(one, start)
                 touched = is_written[at]
-                places = np.flatnonzero(one.mask) + (shapes.setdefault(one.mask.shape, len(shapes)) << 40)
-                columns.append((at[touched], np.repeat(places, one.size)[touched], np.full(touched.sum(), number)))
-            byte, place, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
+                positions = np.flatnonzero(one.mask) + (shapes.setdefault(one.mask.shape, len(shapes)) << 40)
+                columns.append((at[touched], np.repeat(positions, one.size)[touched], np.full(touched.sum(), number)))
+            byte, position, numbers = (np.concatenate(column) for column in zip(*columns, strict=True))
             order = np.lexsort((numbers, byte))
-            self._check(here, byte[order], place[order], numbers[order])
+            self._check(here, byte[order], position[order], numbers[order])
 
-    def _check(self, here: list[_Access], at: np.ndarray, place: np.ndarray, number: np.ndarray) -> None:
-        """Of accesses ``here``, by address and then as they came: the address of a byte, its place in the block, and
+    def _check(self, here: list[_Access], at: np.ndarray, position: np.ndarray, number: np.ndarray) -> None:
+        """Of accesses ``here``, by address and then as they came: the address of a byte, its position in the block, and
         the number of the access."""
         facts = np.array([(one.writes, one.program, one.barriers, one.atomics, self._released(one)) for one in here])
         writes, program, barriers, atomics, released = facts[number].T
@@ -110,7 +110,7 @@ class Launch:
         for before, judged in ((last_write, True), (np.arange(len(at)) - 1, writes > 0)):
             pair = (before >= begins) & judged
             same = pair & (program == program[before])
-            threads = same & (barriers == barriers[before]) & (place != place[before])
+            threads = same & (barriers == barriers[before]) & (position != position[before])
             programs = pair & ~same & ~((released[before] > 0) & (atomics > 0))
             for races, whose in ((threads, "threads of a program"), (programs, "programs")):
                 if races.any():

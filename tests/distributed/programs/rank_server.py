@@ -7,6 +7,7 @@ ended, a line with their exit codes goes to stdout. If a rank fails, the others 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -50,6 +51,9 @@ def become(rank: int, launch: dict[str, Any]) -> None:
     ):
         os.dup2(os.open(path, flags, 0o600), number)
     sys.stdin = os.fdopen(0)  # the server's may have read ahead
+    for stream in (sys.stdout, sys.stderr):  # a line is one write, also with PYTHONUNBUFFERED: all ranks share the file
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [launch["script"], *launch["arguments"]]
     sys.path[0] = str(Path(launch["script"]).parent)
 

@@ -71,8 +71,9 @@ class BlockFP8Linear(Linear):
         blocks = [blocks_of(rows) for rows in self.rows]
         # Stacked matrices end with a whole block, as libraries want; of memory in steps of 2 MiB that takes none more.
         padded = sum(self.rows) if len(parts) == 1 else sum(blocks) * BLOCK
-        self._padded = torch.zeros(padded, columns, dtype=FP8, device=device)
-        self.weight = self._padded[: sum(self.rows)]
+        self._padded = torch.empty(padded, columns, dtype=FP8, device=device)
+        self.weight, nothing = self._padded.tensor_split([sum(self.rows)])
+        nothing.zero_()
         self.scale = torch.empty(sum(blocks), blocks_of(columns), device=device)
         self.tensors = (self.weight, self.scale)
         self._finished = no_program_finished(self.weight)

@@ -39,9 +39,8 @@ after_part() {
 	tar czf "$folder/results.new" -C "$out" . && mv "$folder/results.new" "$folder/results.tar.gz"
 }
 
-bench() { # PART SECONDS NAMES OPTION…
+bench() { # PART SECONDS NAMES
 	local name=$1 limit=$2 names=$3
-	shift 3
 	shown='^ceilings|[0-9]%|^FAILED|^not measured' part "$limit" "$name" "$python" scripts/kernel_bench/bench_kernels.py \
 		"${kernels[@]}" --only "$names" --time-limit $((limit * 7 / 10)) --json "$out/$name.json"
 }

@@ -77,20 +77,19 @@ class Launch:
 
     def check(self) -> None:
         """Raises ``AssertionError`` if threads or programs race."""
-        written = {one.region for one in self._accesses if one.writes}
         if self.name in SHARES_A_TABLE:
             return
-        for region in written:
+        for region in {one.region for one in self._accesses if one.writes}:
             start = self._starts[region]
             shapes: dict[tuple[int, ...], int] = {}
             here = [one for one in self._accesses if one.region == region]
+            bytes_of = [_bytes(one, start) for one in here]
             is_written = np.zeros(self._ends[region] - start, bool)
-            for one in here:
+            for one, at in zip(here, bytes_of, strict=True):
                 if one.writes:
-                    is_written[_bytes(one, start)] = True
+                    is_written[at] = True
             columns = []
-            for number, one in enumerate(here):
-                at = _bytes(one, start)
+            for number, (one, at) in enumerate(zip(here, bytes_of, strict=True)):
                 touched = is_written[at]
                 positions = np.flatnonzero(one.mask) + (shapes.setdefault(one.mask.shape, len(shapes)) << 40)
                 columns.append((at[touched], np.repeat(positions, one.size)[touched], np.full(touched.sum(), number)))
@@ -99,8 +98,8 @@ class Launch:
             self._check(here, byte[order], position[order], numbers[order])
 
     def _check(self, here: list[_Access], at: np.ndarray, position: np.ndarray, number: np.ndarray) -> None:
-        """Of accesses ``here``, by address and then as they came: the address of a byte, its position in the block, and
-        the number of the access."""
+        """``at``, ``position``, ``number``: by address and then as they came, the address of a byte, its position in
+        the block, and the number of its access among those ``here``."""
         facts = np.array([(one.writes, one.program, one.barriers, one.atomics, self._released(one)) for one in here])
         writes, program, barriers, atomics, released = facts[number].T
         # Each access beside the last write before it, and each write beside the last access before it.

@@ -77,11 +77,11 @@ def _round_or_check(handle: Any) -> None:
 class _Builder(interpreter.InterpreterBuilder):
     """The operations that see bits, and casts. All others are as they were: the value that they make is rounded."""
 
+    launch: Launch  # the one that runs
+    order: np.ndarray  # of its programs
+
     def get_bf16(self, value: float) -> Any:
         return interpreter.TensorHandle(np.array([value], np.float32), tl.bfloat16)
-
-    launch: Launch | None = None  # the one that runs
-    order: np.ndarray  # of its programs
 
     def set_grid_dim(self, nx: int, ny: int, nz: int) -> None:
         super().set_grid_dim(nx, ny, nz)
@@ -91,16 +91,13 @@ class _Builder(interpreter.InterpreterBuilder):
         _, ny, nz = self.grid_dim
         program = int(self.order[(x * ny + y) * nz + z])
         super().set_grid_idx(program // (ny * nz), program // nz % ny, program % nz)
-        if self.launch is not None:
-            self.launch.begin(program)
+        self.launch.begin(program)
 
     def create_barrier(self) -> None:
-        if self.launch is not None:
-            self.launch.barriers += 1
+        self.launch.barriers += 1
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *hints: Any, **named_hints: Any) -> Any:
-        if self.launch is not None:
-            self.launch.access(ptrs, mask.data, writes=False)
+        self.launch.access(ptrs, mask.data, writes=False)
         if not _is_bfloat16(ptrs.get_element_ty()):
             return super().create_masked_load(ptrs, mask, other, *hints, **named_hints)
         masked = np.zeros_like(ptrs.data, np.uint16) if other is None else narrow(other.data)
@@ -108,8 +105,7 @@ class _Builder(interpreter.InterpreterBuilder):
         return interpreter.TensorHandle(widen(bits), tl.bfloat16)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *hints: Any) -> None:
-        if self.launch is not None:
-            self.launch.access(ptrs, mask.data, writes=True)
+        self.launch.access(ptrs, mask.data, writes=True)
         interpreter._interpreter.store(ptrs.data, _bits_of(value), mask.data)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -144,8 +140,7 @@ class _Builder(interpreter.InterpreterBuilder):
 
     def create_atomic_rmw(self, operation: Any, ptr: Any, val: Any, *others: Any) -> Any:
         assert not _is_bfloat16(val.dtype), "no kernel has atomic operations in bfloat16"
-        if self.launch is not None:
-            self.launch.atomic(ptr, others[0].data)
+        self.launch.atomic(ptr, others[0].data)
         return super().create_atomic_rmw(operation, ptr, val, *others)
 
 
@@ -156,11 +151,8 @@ class _Executor(interpreter.GridExecutor):
         tensors = [x for x in (*args, *named.values()) if hasattr(x, "data_ptr")]
         builder = interpreter.interpreter_builder
         builder.launch = Launch(self.fn.__name__, tensors)
-        try:
-            super().__call__(*args, **named)
-            builder.launch.check()
-        finally:
-            builder.launch = None
+        super().__call__(*args, **named)
+        builder.launch.check()
 
 
 def _patch_language_once(function: Any) -> Any:

@@ -30,7 +30,7 @@ from dsa_engine.kernels.linear.linear import linear as plain_linear
 from dsa_engine.kernels.linear.quantized_linear import quantized_linear
 from dsa_engine.kernels.moe.expert_mlp import expert_mlp
 from dsa_engine.kernels.runtime.integers import cdiv
-from dsa_engine.kernels.runtime.launch import runs_triton
+from dsa_engine.kernels.runtime.launch import batch_invariance, runs_triton
 from kernel_cases.inputs import HIDDEN, Call, Inputs, KernelCase, Sizes
 
 INTERMEDIATE, TOP_K, GROUP, BLOCK = 2048, 8, 128, 128
@@ -132,8 +132,8 @@ def linear(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
 
 
 def _float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    one = Groups(torch.full((1,), len(x), dtype=torch.int32, device=x.device))
-    return grouped_matmul_triton(x, weight[None], one, torch.float32)
+    with batch_invariance(True):
+        return plain_linear(x, weight, torch.float32)
 
 
 def _products(make: Inputs, kind: str, tokens: int, weight: Any) -> dict[str, Call]:

@@ -179,7 +179,7 @@ def checked(triton: partial[torch.Tensor], *, checks: bool = True) -> Call:
 
 
 def variant_scores(make: Inputs, sizes: Sizes) -> Iterator[KernelCase]:
-    """Of the calls that `indexer_prefill` measures, with twice as many queries, where the chip is Hopper."""
+    """The calls that `indexer_prefill` measures, with twice as many queries, where the chip is Hopper."""
     contexts = sizes.contexts[0], sizes.contexts[-1]
     for case in indexer_prefill(make, replace(sizes, contexts=contexts, scored=2 * sizes.scored)):
         triton: Any = case.run
